@@ -269,6 +269,23 @@ def test_a_failed_step_stops_an_engine_that_must_not_restart(
     running(own, task)
 
 
+def test_an_engine_whose_thread_ends_leaves_no_task_waiting(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = AsyncLLM(str(tiny), dtype="float32", restart_on_error=True)
+
+    async def task() -> None:
+        def leave(*_: object) -> None:
+            raise SystemExit
+
+        monkeypatch.setattr(own.llm.engine.runner, "begin", leave)
+        results = await asyncio.gather(*(ids_of(own, i) for i in range(3)), return_exceptions=True)
+        assert all(isinstance(result, EngineError) for result in results)
+        assert not own.is_running and not own.restarts
+
+    running(own, task)
+
+
 def test_shutdown_ends_open_requests(tiny: Path) -> None:
     own = AsyncLLM(str(tiny), dtype="float32")
 

@@ -158,6 +158,15 @@ def test_the_longest_prompt_still_gets_one_token(llm: LLM) -> None:
     assert len(output.token_ids) == 1 and output.finish_reason == "length"
 
 
+@pytest.mark.parametrize("given", [{}, {"prompts": None}, {"prompts": [[5, 6]]}])
+def test_token_ids_in_their_old_place_are_refused_with_the_cure(given: dict[str, Any], llm: LLM) -> None:
+    cure = r"prompt_token_ids is no argument of generate: .*: call generate\(\[\[1, 2, 3\]"
+    with pytest.raises(RequestError, match=cure):
+        llm.generate(**{**given, "sampling_params": GREEDY, "prompt_token_ids": [[5, 6, 7]]})
+    with pytest.raises(RequestError, match="a prompt must be a string, a list of token ids"):
+        llm.generate(sampling_params=GREEDY)
+
+
 def test_no_prompts_are_no_outputs(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
     assert list(llm.stream([], GREEDY)) == []

@@ -93,6 +93,18 @@ def test_of_an_endless_prompt_only_the_beginning_is_tokenized(
     assert len(output.prompt_token_ids) == 8
 
 
+def test_of_an_endless_prediction_only_the_beginning_is_tokenized(
+    speaking: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    own = speaking.tokenizer.encode
+    monkeypatch.setattr(
+        speaking.tokenizer, "encode", lambda text, **k: lengths.append(len(text)) or own(text, **k)
+    )
+    speaking.generate([5, 6], SamplingParams(prediction="x" * 500_000, max_tokens=1))
+    assert lengths == [64 * 64]
+
+
 def test_a_bad_word_of_whitespace(speaking: LLM) -> None:
     with pytest.raises(RequestError, match=r"bad_words: '\\n' is only whitespace, which is cut"):
         speaking.generate("x", SamplingParams(bad_words=["\n"]))

@@ -9,9 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from contextvars import copy_context
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -20,91 +19,19 @@ from uuid import uuid4
 from outrider.core.params import SamplingParams
 from outrider.core.row import LoRARequest
 from outrider.engine import turn
-from outrider.engine.loop import Ticket
 from outrider.errors import EngineError, RankError, RequestError
 from outrider.llm import LLM
+from outrider.news import Inbox, NewsReader, OnEnd, wake
 from outrider.outputs import RequestOutput
-from outrider.progress import Request, RowState
+from outrider.progress import Request
 from outrider.requests import Prompt
 
 # Longest time in seconds that another thread keeps the interpreter while the engine's thread wants it.
 # Python's default of 5 ms is longer than a step of a small model.
 SWITCH_INTERVAL = 0.0005
+QUICK = 1024  # characters, or tokens, that are read in less than a millisecond
 CROWD = 8  # running samples: with more, outputs come less often, as each takes time from the engine
-OnEnd = Callable[[int, RequestOutput], None]  # (index of the request, its last output)
 log = logging.getLogger("outrider")
-
-
-class _Inbox:
-    """News of the requests of one task, in its event loop."""
-
-    def __init__(self) -> None:
-        self.loop, self.event = asyncio.get_running_loop(), asyncio.Event()
-        self.context = copy_context()
-        self.news: dict[int, _Reader] = {}  # by index, what the task has not read
-        self.error: Exception | None = None
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.event.set()
-
-    async def wait(self) -> list[_Reader]:
-        """The readers with news, at least one.  Raises the error of `fail`."""
-        await self.event.wait()
-        self.event.clear()
-        if self.error is not None:
-            raise self.error
-        news, self.news = self.news, {}
-        return list(news.values())
-
-
-class _Reader:
-    """Receiver of one request's news.  Keeps the newest states only.
-
-    index: of the request among those of its task.  final: receives the end only.
-    interval: seconds between two wakings of the task, the first and the last one aside.  A timer ends the
-    wait, whether or not a step adds to what is there, at a multiple of the interval: at once for all tasks.
-    """
-
-    def __init__(
-        self, inbox: _Inbox, index: int, request: Request, final: bool, interval: float, on_end: OnEnd | None
-    ) -> None:
-        self.inbox, self.index, self.request, self.final, self.on_end = inbox, index, request, final, on_end
-        self.interval, self.due = interval, 0.0
-        self.ticket: Ticket | None = None  # once the request is queued
-        self.states: Sequence[RowState] = ()
-        self.last: RequestOutput | None = None
-        self.waking = self.ended = False  # a call of `wake` is scheduled; there was one for the end
-
-    def wake(self, now: float, crowd: int) -> bool:
-        """Wake the task, unless it is not due yet: then False is returned.  crowd: factor of the interval."""
-        if self.ended:
-            return True
-        self.ended = None not in [state.finish_reason for state in self.states]
-        if not self.ended and now < self.due:
-            return False
-        interval = crowd * self.interval
-        self.waking, self.due = False, (now // interval + 1) * interval if interval else 0.0
-        if self.on_end is not None and self.ended:
-            # before the task reads it
-            self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
-        self.inbox.news[self.index] = self
-        self.inbox.event.set()
-        return True
-
-    def close(self) -> None:
-        """Wake the task no more."""
-        self.on_end, self.ended = None, True
-
-    def output(self) -> RequestOutput:
-        """The output so far: always the same object."""
-        if not self.final:
-            made = self.request.extended(self.states)
-            if made.outputs[0].token_ends[-1:] == [0]:
-                self.due = 0.0  # the interval begins with the first text
-            return made
-        self.last = self.last or self.request.output(self.states)
-        return self.last
 
 
 class AsyncLLM:
@@ -134,7 +61,7 @@ class AsyncLLM:
         import_module("transformers.utils.chat_template_utils")  # now, not for the first conversation
         self.restart_on_error, self.restarts = restart_on_error, 0
         self._error: Exception | None = None
-        self._news: list[_Reader] = []  # readers with news, since the last step
+        self._news: list[NewsReader] = []  # readers with news, since the last step
         self._closed = False
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self._thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
@@ -186,10 +113,16 @@ class AsyncLLM:
         lora: LoRARequest | None = None,
         priority: int = 0,
     ) -> Request:
-        """Tokenize a prompt and check its parameters, in another thread.  Raises RequestError."""
+        """Tokenize a prompt and check its parameters.  Raises RequestError.
+
+        In another thread, unless that would take longer than the reading.
+        """
         params = self.llm.get_default_sampling_params() if params is None else params
-        read = self.llm.reader.request
-        request = await asyncio.to_thread(read, id or uuid4().hex, prompt, params, lora, priority)
+        reader, given = self.llm.reader, (id or uuid4().hex, prompt, params, lora, priority)
+        if lora is None and not reader.lock.locked() and _is_quick(prompt, params):
+            request = reader.request(*given)
+        else:
+            request = await asyncio.to_thread(reader.request, *given)
         if isinstance(request, RequestOutput):
             assert request.error is not None
             raise request.error
@@ -213,15 +146,15 @@ class AsyncLLM:
         wait for this call.  Closing it ends the requests.
         """
         await self.check_health()
-        inbox = _Inbox()
+        inbox = Inbox()
         timers = [inbox.loop.call_later(turn.STALL, self._refuse_to_wait, inbox, time.monotonic())]
         if timeout is not None:
             timers.append(inbox.loop.call_later(timeout, inbox.fail, TimeoutError()))
-        readers: list[_Reader] = []
+        readers: list[NewsReader] = []
         left = len(requests)
         try:
             for i, request in enumerate(requests):
-                reader = _Reader(inbox, i, request, final, interval, on_end)
+                reader = NewsReader(inbox, i, request, final, on_end, interval, self._crowd)
                 reader.ticket = self.llm.loop.submit(request.rows, partial(self._note, reader))
                 readers.append(reader)
             while left:
@@ -238,11 +171,11 @@ class AsyncLLM:
                 reader.close()
                 self._abort(reader)
 
-    def _abort(self, reader: _Reader) -> None:
+    def _abort(self, reader: NewsReader) -> None:
         if reader.ticket is not None:
             self.llm.loop.abort(reader.ticket)
 
-    def _refuse_to_wait(self, inbox: _Inbox, came: float) -> None:
+    def _refuse_to_wait(self, inbox: Inbox, came: float) -> None:
         try:
             self.llm.engine.turn.check_processor(came)
         except RequestError as error:
@@ -275,23 +208,18 @@ class AsyncLLM:
         self._thread.join(timeout)
         self._between_steps()  # for requests that ended after the thread
 
-    def _note(self, reader: _Reader) -> None:
-        """Take the states of a request's rows.  Called by the thread that steps, between steps."""
-        finished = reader.request.finished
-        if reader.final and not finished:
-            return
-        reader.states = reader.request.states()
-        if finished or not reader.waking:
-            reader.waking = True
+    def _note(self, reader: NewsReader) -> None:
+        if reader.note():
             self._news.append(reader)
 
     def _drive(self) -> None:
         while not self._closed:
             try:
                 self.llm.loop.run_until(self._between_steps)
-            except Exception as error:  # the loop has ended the requests of the step
+            except BaseException as error:  # the loop has ended the requests of the step, or will
                 log.exception("a step of the engine failed")
-                if self.restart_on_error and not isinstance(error, RankError):
+                fatal = isinstance(error, RankError) or not isinstance(error, Exception)
+                if self.restart_on_error and not fatal:
                     self.restarts += 1
                 else:
                     self._error = EngineError(f"the engine has stopped: {type(error).__name__}: {error}")
@@ -301,24 +229,30 @@ class AsyncLLM:
 
     def _between_steps(self) -> bool:
         """Wake the readers of requests with news, once per event loop.  Returns whether to stop."""
-        news, self._news = self._news, []
-        crowd = math.ceil(len(self.llm.engine.scheduler.running) / CROWD) or 1
-        for loop in {reader.inbox.loop for reader in news}:
-            readers = [reader for reader in news if reader.inbox.loop is loop]
-            try:
-                loop.call_soon_threadsafe(_wake, readers, crowd)
-            except RuntimeError:  # the event loop is closed: no task reads
-                for reader in readers:
-                    self._abort(reader)
+        if self._news:
+            news, self._news = self._news, []
+            for loop in {reader.inbox.loop for reader in news}:
+                readers = [reader for reader in news if reader.inbox.loop is loop]
+                try:
+                    loop.call_soon_threadsafe(wake, readers)
+                except RuntimeError:  # the event loop is closed: no task reads
+                    for reader in readers:
+                        self._abort(reader)
         return self._closed
 
+    def _crowd(self) -> int:
+        """Factor of the intervals between outputs."""
+        return math.ceil(len(self.llm.engine.scheduler.running) / CROWD) or 1
 
-def _wake(readers: Sequence[_Reader], crowd: int) -> None:
-    """Wake the tasks of readers in one event loop now, or together when they are due."""
-    loop = readers[0].inbox.loop
-    now, early = loop.time(), dict[float, list[_Reader]]()
-    for reader in readers:
-        if not reader.wake(now, crowd):
-            early.setdefault(reader.due, []).append(reader)
-    for due, group in early.items():
-        loop.call_at(due, _wake, group, crowd)
+
+def _is_quick(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether a request is read in less time than another thread would take to begin."""
+    given: Any = prompt
+    if isinstance(prompt, Mapping):
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        given = None if "messages" in prompt else text if ids is None else ids
+    if not (isinstance(given, (str, list, tuple)) and len(given) <= QUICK):
+        return False
+    if not isinstance(params, SamplingParams) or params.n > 1:
+        return False
+    return not (params.structured_outputs or params.bad_words or params.prediction)

@@ -79,11 +79,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         sampling_params: Params = None,
         use_tqdm: bool = False,
         lora_request: Loras = None,
         priority: Sequence[int] | None = None,
+        *,
+        prompt_token_ids: None = None,
     ) -> list[RequestOutput]:
         """Generate outputs for all prompts in one continuous batch.
 
@@ -94,11 +96,18 @@ class LLM:
         use_tqdm: show a progress bar.
         lora_request: an adapter for all prompts, or one (or None) for each.
         priority: a number for each prompt; those with a smaller one start first.
+        prompt_token_ids: of earlier versions of vLLM, refused: lists of token ids are prompts.
 
         A single invalid prompt raises, usually RequestError.  Among several, its output has `.error` set.
         Thread-safe: calls from several threads share one batch.  Each returns when its own prompts are
         finished.
         """
+        if prompt_token_ids is not None:
+            raise RequestError(
+                "prompt_token_ids is no argument of generate: a list of token ids is a prompt, and so is "
+                '{"prompt_token_ids": [1, 2, 3]}: call generate([[1, 2, 3], …], sampling_params).',
+                "prompt_token_ids",
+            )
         requests = self._enter(prompts, sampling_params, lora_request, priority)
         live = [request for request in requests if isinstance(request, Request)]
         try:
@@ -224,7 +233,11 @@ class LLM:
         ]
 
     def _enter(
-        self, prompts: Prompts, given: Params, lora_request: Loras, priority: Sequence[int] | None = None
+        self,
+        prompts: Prompts | None,
+        given: Params,
+        lora_request: Loras,
+        priority: Sequence[int] | None = None,
     ) -> list[Request | RequestOutput]:
         one = (
             isinstance(prompts, (str, bytes, Mapping))
@@ -232,7 +245,7 @@ class LLM:
             or hasattr(prompts, "tolist")  # an array is no prompt, nor are its numbers
             or _is_ids(prompts)
         )
-        several: list[Any] = [prompts] if one else list(prompts)
+        several: list[Any] = [prompts] if one or prompts is None else list(prompts)
         if not isinstance(given, (SamplingParams, Sequence, NoneType)):
             raise RequestError(f"sampling_params must be SamplingParams or a list of them, got {given!r}.")
         params = _one_each(

@@ -49,6 +49,8 @@ class Request:
 
     The thread that steps the engine takes `states()` between steps.  Any other thread builds outputs from
     it: they read only tokens that are committed.  Partial texts are detokenized there, outside the step.
+
+    ends: outputs have `token_ends`.  Without, the new tokens of a text are decoded at once.
     """
 
     id: str
@@ -60,10 +62,16 @@ class Request:
     truncated: bool = False  # `ids` lack the beginning of the prompt
     texts: dict[int, Detokenizer] = field(default_factory=dict)  # sample -> its text, as far as it was read
     shared: RequestOutput | None = None  # that of `extended`, None until its first call
+    ends: bool = True
+
+    @property
+    def detokenizes(self) -> bool:
+        """Whether its outputs have texts."""
+        return self.tokenizer is not None and self.params.detokenize
 
     @property
     def finished(self) -> bool:
-        return all(row.finish_reason is not None for row in self.rows)
+        return None not in [row.finish_reason for row in self.rows]
 
     def states(self) -> list[RowState]:
         return [RowState.of(row) for row in self.rows]
@@ -82,13 +90,14 @@ class Request:
         return RequestOutput(self.id, self.prompt, self.ids, samples)
 
     def _extended(self, made: RequestOutput, states: Sequence[RowState]) -> RequestOutput:
-        first = self.rows[0]
-        made.error = next((row.error for row in self.rows if row.error), None)
+        first, made.error, made.finished = self.rows[0], None, True
         if self.params.prompt_logprobs is not None and first.logprobs is not None:
             made.prompt_logprobs = list(first.logprobs.prompt)
         for sample, row, so_far in zip(made.outputs, self.rows, states):
             self._extend(sample, row, so_far)
-        made.finished = all(so_far.finish_reason for so_far in states)
+            made.error = made.error or row.error
+            if so_far.finish_reason is None:
+                made.finished = False
         made.num_cached_tokens, made.queued_seconds = first.cached, first.queued
         return made
 
@@ -103,7 +112,7 @@ class Request:
         made.speculation, made.drafting = so_far.stats, so_far.drafting
         made.drafted_by, made.last_draft = so_far.drafted_by, so_far.last_draft
         made.text = self._text(row, made.token_ids, so_far)
-        if (text := row.text or self.texts.get(row.index)) is not None:
+        if self.ends and (text := row.text or self.texts.get(row.index)) is not None:
             made.token_ends += text.ends[len(made.token_ends) : end]
         if made.finish_reason is not None:
             made.token_times = [time - row.entered for time in row.arrivals]
@@ -122,7 +131,7 @@ class Request:
         Excludes the stop string or final token unless include_stop_str_in_output is set.
         """
         params, ended = row.params, so_far.finish_reason is not None
-        if self.tokenizer is None or not params.detokenize:
+        if not self.detokenizes:
             return ""
         if so_far.text is not None:
             if not ended:
@@ -146,8 +155,11 @@ class Request:
         if index not in self.texts:
             self.texts[index] = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
         text = self.texts[index]
-        for token in ids[text.count :]:
-            text.feed(token)
+        if self.ends:
+            for token in ids[text.count :]:
+                text.feed(token)
+        else:
+            text.feed_all(ids[text.count :])
         if ended:
             text.flush()
         return text.text

@@ -174,7 +174,9 @@ class Reader:
 
         name: of their parameter.  Raises RequestError for ids outside the vocabulary.
         """
-        vocabulary = self.engine.checkpoint.spec.vocabulary
+        vocabulary, ids = self.engine.checkpoint.spec.vocabulary, list(ids)
+        if {*map(type, ids)} == {int} and min(ids) >= 0 and max(ids) < vocabulary:
+            return ids
         numbers = []
         for token in ids:
             number = to_int(token)
@@ -277,8 +279,9 @@ class Reader:
         """Token ids of the predicted output, as far as the context goes."""
         given: Any = params.prediction or ()
         if isinstance(given, str):
+            beginning = given[: LONG * self.engine.max_len]  # others wait for the tokenizer
             with self.lock:
-                given = self.encode(given, "prediction", special=False)
+                given = self.encode(beginning, "prediction", special=False)
         return self._exist("prediction", given[: self.engine.max_len])
 
     def _grammar(self, params: SamplingParams, prompt: Sequence[int]) -> GrammarState | None:

@@ -15,13 +15,15 @@ from outrider import LLM, SamplingParams, draft
 from outrider.errors import ModelError
 from outrider.heads.base import HeadDrafter
 from outrider.inspect.heads import format_of, head_card
+from outrider.testing import tiny_checkpoint
+from outrider.train import methods as trained
+from outrider.train import run
+from outrider.train.report import Report
 
 REPOSITORY = Path(__file__).parents[2]
-SNIPPETS = re.findall(
-    r"```python\n# src/outrider/draft/(\S+)\n(.*?)```",
-    (REPOSITORY / "docs" / "add-a-drafter.md").read_text(),
-    re.DOTALL,
-)
+PAGE = (REPOSITORY / "docs" / "add-a-drafter.md").read_text()
+SNIPPETS = re.findall(r"```python\n# src/outrider/draft/(\S+)\n(.*?)```", PAGE, re.DOTALL)
+TRAINING = re.findall(r"```python\n# src/outrider/draft/(\S+), further down\n(.*?)```", PAGE, re.DOTALL)
 ROWS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [9] * 30}]
 PARAMS = [SamplingParams(temperature=t, seed=1, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
@@ -34,12 +36,17 @@ def snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, code in SNIPPETS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(code)
+    for name, code in TRAINING:
+        with (folder / name).open("a") as file:
+            file.write(code)
     loaded = set(sys.modules)
     monkeypatch.setattr(draft, "__path__", [*draft.__path__, str(folder)])
     draft.methods.cache_clear()
+    trained.methods.cache_clear()
     yield
     monkeypatch.undo()
     draft.methods.cache_clear()
+    trained.methods.cache_clear()
     for name in [name for name in set(sys.modules) - loaded if name.startswith("outrider.draft.")]:
         del sys.modules[name]
 
@@ -71,6 +78,20 @@ def test_documented_head_is_found_lossless_and_shown(tiny: Path, tmp_path: Path)
     wide = save_head(tmp_path / "wide", {}, {"shift_head.linear.weight": torch.eye(hidden + 1)})
     with pytest.raises(ModelError, match="does not fit the target"):
         LLM(str(tiny), speculative_config={"model": wide})
+
+
+def test_documented_training_lowers_the_loss(tmp_path: Path) -> None:
+    assert [name for name, _ in TRAINING] == ["shift.py"]
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n\n".join(f"one two three {i} " * 8 for i in range(12)))
+    places = {"data": [str(texts)], "out": str(tmp_path / "out")}
+    sizes = {"prompt_tokens": 4, "held_out": 2, "evaluate_prompts": 1, "evaluate_tokens": 8}
+    options = trained.method("shift").Options(**places, **sizes, regenerate=False, steps=30, rate=3e-3)
+    result = run.train(LLM(tiny_checkpoint(tmp_path / "target")), "shift", options, Report())
+    first, last = result.records[0], result.records[-1]
+    assert result.finished and last["held_loss"] < 0.9 * first["held_loss"]
+    assert draft.detect(str(tmp_path / "out")) == "shift"
+    assert "shift" in trained.methods() and "echo" not in trained.methods()
 
 
 @pytest.mark.parametrize("name", HEADS)

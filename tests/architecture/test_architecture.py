@@ -48,6 +48,7 @@ ROOMS = [
     "requests",
     "warm_up",
     "llm",
+    "news",
     "async_llm",
     "",
     "testing",

@@ -1,11 +1,14 @@
-"""Links between the documents lead somewhere."""
+"""Links between the documents lead somewhere, and what they tell to type is accepted."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from outrider.config import SpeculativeOptions
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("", "docs/", "benchmarks/", "recipes/**/")
@@ -29,3 +32,12 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         where = page.parent / name if name else page
         assert where.exists(), link
         assert not heading or heading in anchors(where), link
+
+
+def test_published_names_lead_to_keys_that_exist() -> None:
+    """Every whole speculative_config of the table; one that names no method has a draft model."""
+    table = (ROOT / "docs" / "methods.md").read_text().split("## Published names")[1].split("\n## ")[0]
+    configs = re.findall(r"`(\{.*?\})`", table)
+    assert len(configs) > 15
+    for config in map(json.loads, configs):
+        SpeculativeOptions.of({"method": "draft_model", **config})

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "kernels.h"
+#include "runs.h"
 #ifdef _WIN32 /* whose header has another INT8 */
 __declspec(dllimport) void *LoadLibraryA(const char *path);
 __declspec(dllimport) void *GetProcAddress(void *library, const char *name);
@@ -206,18 +207,41 @@ static Layer layer(int kind, int rounds) {
                    .norm_post = floats(HIDDEN, 1)};
 }
 
-static void check_model(int kind) {
+/* Four experts in place of the MLP, of which a row has two. */
+static Layer layer_of_experts(int kind, int rounds) {
+    Expert *experts = space(4 * (int64_t)sizeof *experts);
+    for (int i = 0; i < 4; i++)
+        experts[i] = (Expert){weight(2 * INNER, HIDDEN, kind, rounds), weight(HIDDEN, INNER, kind, rounds)};
+    Layer made = layer(kind, rounds);
+    made.router = weight(4, HIDDEN, kind, rounds);
+    made.experts = experts;
+    return made;
+}
+
+static void check_model(int kind, int has_experts) {
     const int half = kind != FLOAT32;
     int64_t head_bytes;
     char *kv = pool(half ? BFLOAT16 : FLOAT32, &head_bytes);
-    const Layer layers[LAYERS] = {layer(kind, half), layer(kind, half)};
-    const ModelShape shape = {LAYERS, HIDDEN,   INNER,
-                              HEADS,  KV_HEADS, HEAD_DIM,
-                              PADDED, HEAD_DIM, half ? BFLOAT16 : FLOAT32,
-                              half,   1e-5f,    0.2f,
-                              floats(POSITIONS * HEAD_DIM, 1)};
+    const Layer layers[LAYERS] = {layer(kind, half),
+                                  has_experts ? layer_of_experts(kind, half) : layer(kind, half)};
+    const ModelShape shape = {.layers = LAYERS,
+                              .hidden = HIDDEN,
+                              .inner = INNER,
+                              .heads = HEADS,
+                              .kv_heads = KV_HEADS,
+                              .head_dim = HEAD_DIM,
+                              .padded_dim = PADDED,
+                              .rotary_dim = HEAD_DIM,
+                              .kv_kind = half ? BFLOAT16 : FLOAT32,
+                              .rounds_inputs = half,
+                              .experts = has_experts ? 4 : 0,
+                              .chosen_experts = 2,
+                              .expert_inner = INNER,
+                              .eps = 1e-5f,
+                              .scale = 0.2f,
+                              .rotary = floats(POSITIONS * HEAD_DIM, 1)};
     const ModelEnds ends = {weight(VOCAB, HIDDEN, kind, 0), weight(VOCAB, HIDDEN, kind, half),
-                            floats(HIDDEN, 1), VOCAB};
+                            floats(HIDDEN, 1), VOCAB, 1, 0};
     const Rows rows = rows_of_step();
     const int64_t ids[ROWS] = {3, 1, 4, 1, 5, 9, 2}, outputs[] = {3, 4, 5, 6};
     float *logits = space(4 * VOCAB * 4);
@@ -235,8 +259,8 @@ static void check_model(int kind) {
          .temperature = 0.7f}};
     do_read_model(&shape, layers, &ends, &rows, ids, kv, KV_HEADS * head_bytes, 0, outputs, 4, logits,
                   queries, 2, trees);
-    print("model", kind, logits, 4 * VOCAB * 4);
-    print("model-pool", kind, kv, 2 * LAYERS * KV_HEADS * head_bytes);
+    print(has_experts ? "experts" : "model", kind, logits, 4 * VOCAB * 4);
+    print(has_experts ? "experts-pool" : "model-pool", kind, kv, 2 * LAYERS * KV_HEADS * head_bytes);
     print("libm-match", kind, trees, sizeof trees);
     int32_t out[2 * 4];
     const Chain chains[] = {
@@ -320,7 +344,7 @@ int main(int count, char **arguments) {
         check_linears();
         check_elementwise();
         check_attention();
-        for (int kind = FLOAT32; kind <= INT4; kind++) check_model(kind);
+        for (int kind = FLOAT32; kind <= INT4; kind++) check_model(kind, 0), check_model(kind, 1);
         check_sampling();
         check_trees();
     }

@@ -29,13 +29,15 @@ def test_structs_lie_in_memory_as_the_compiler_lays_them_out(compiler: str | Non
             at = getattr(made, field).offset
             checks.append(f'_Static_assert(offsetof({name}, {field}) == {at}, "{name}.{field}");')
     source = tmp_path / "layout.c"
-    source.write_text("\n".join([f'#include "{bindings.HEADER}"', "#include <stddef.h>", *checks]))
+    included = [f'#include "{path}"' for path in bindings.HEADERS]
+    source.write_text("\n".join([*included, "#include <stddef.h>", *checks]))
     subprocess.run([compiler, "-fsyntax-only", str(source)], check=True)
     assert len(checks) > 80
 
 
 def test_every_struct_and_function_of_the_header_is_bound() -> None:
-    text = re.sub(r"/\*.*?\*/", "", bindings.HEADER.read_text(), flags=re.DOTALL)
+    text = "\n".join(path.read_text() for path in bindings.HEADERS)
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     assert set(re.findall(r"\} (\w+);", text)) == set(bindings.STRUCTS)
     assert set(re.findall(r"(\w+)\(", text)) == set(bindings.FUNCTIONS)
 

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from outrider import ConfigError
 from outrider.bench import plot
-from outrider.bench.measure import PLAIN, Measured
+from outrider.bench.measure import ALL, PLAIN, Measured
 from outrider.bench.measure import Run as Group
 from outrider.bench.plot import Gain, check_plot
-from outrider.bench.report import figures, matrix, remarks, speed_ups, table
+from outrider.bench.report import figures, matrix, remarks, requests, speed_ups, table
 from outrider.core.clock import Times
 from outrider.core.row import Speculation
 from outrider.outputs import CompletionOutput
@@ -52,6 +52,37 @@ def test_tasks_are_columns_and_other_engines_are_ratios() -> None:
     (row,) = [line for line in lines if "fast" in line]
     assert [cell.strip() for cell in row.split("│")] == ["fast", "2.00×", "4.00×", "3.00×", "4.00×"]
     assert speed_ups([plain, fast]) == {"fast": [Gain(gain, gain, gain) for gain in (2.0, 4.0, 3.0)]}
+
+
+def test_json_has_acceptance_by_depth_and_every_request() -> None:
+    drafted = Speculation(4, 9, 3, 7, accepted_lengths=(1, 1, 1))
+    one = CompletionOutput(0, "", [1] * 7, speculation=drafted, token_times=[0.1, 0.5, 0.5])
+    two = CompletionOutput(0, "", [2] * 3)  # of another engine, whose steps and times are not known
+    ours = Measured("ours", [Group("qa", 1.0, Times(), [one], [1.0])])
+    theirs = Measured("rival", [Group("qa", 1.0, Times(), [two], [1.0])], "")
+    found = figures([ours, theirs])
+    assert found["ours"]["all"]["acceptance by depth"] == [0.6667, 0.3333]
+    assert found["rival"]["all"]["acceptance by depth"] == []
+    assert requests([ours, theirs]) == {
+        "ours": {
+            "category": ["qa"], "tokens": [7], "same tokens": [True], "steps": [4], "drafted": [9],
+            "accepted": [3], "first token ms": [100.0], "last token ms": [500.0],
+        },
+        "rival": {
+            "category": ["qa"], "tokens": [3], "same tokens": [False], "steps": [None], "drafted": [0],
+            "accepted": [0], "first token ms": [None], "last token ms": [None],
+        },
+    }  # fmt: skip
+
+
+def test_prompts_without_a_category_are_one_task() -> None:
+    def run(method: str, promise: str, seconds: float) -> Measured:
+        answer = CompletionOutput(0, "", [1] * 10, speculation=Speculation())
+        return Measured(method, [Group(ALL, seconds, Times(), [answer], [seconds])], promise)
+
+    plain, fast, rival = run(PLAIN, "tokens", 2), run("fast", "tokens", 1), run("rival", "", 4)
+    assert plain.tasks == [ALL] and speed_ups([plain, fast]) == {"fast": [Gain(2.0, 2.0, 2.0)]}
+    assert [column.title for column in matrix([plain, fast], [rival]).columns] == [ALL, "÷ rival"]
 
 
 def test_a_plot_without_its_folder_is_refused_before_measuring(tmp_path: Path) -> None:

@@ -201,6 +201,23 @@ def test_the_oldest_idle_page_is_evicted_first_and_prefixes_outlive_what_follows
     cache.check()
 
 
+def test_a_page_has_one_key_though_the_page_before_it_was_evicted() -> None:
+    """Samples that share pages index the second one behind different nodes of the same first page."""
+    cache, tokens = Cache(4, 4 * PAGE), [1] * PAGE + [2] * PAGE
+    cache.pools = [FakePool()]  # type: ignore[list-item]
+    first, sample, twin, other = (cache.open() for _ in range(4))
+    cache.reserve(first, PAGE)
+    cache.register(first, tokens, PAGE)
+    cache.reserve(sample, 2 * PAGE)
+    assert cache.fork(sample, twin, 2 * PAGE)
+    cache.register(sample, tokens, PAGE)  # which is the page of `first`
+    cache.close(first)
+    cache.reserve(other, 2 * PAGE)  # which evicts it
+    for table in (sample, twin):
+        cache.register(table, tokens, 2 * PAGE)
+        cache.check()
+
+
 def test_without_prefix_caching_nothing_is_kept() -> None:
     cache = Cache(4, 4 * PAGE, prefix_caching=False)
     cache.close(filled(cache, [1] * 2 * PAGE))

@@ -73,6 +73,7 @@ def test_blocks_equal_the_values_of_the_gguf_package(kind: str) -> None:
 # ---- whole files
 
 
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("Llama", {}, {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}, {}),
@@ -83,6 +84,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-3": ("Llama", rope("llama3", LLAMA3), {"extra": {"rope_freqs.weight": llama3_factors(16)}}),
     "qwen2": ("Qwen2", {}, {}),
     "qwen3": ("Qwen3", {"head_dim": 32}, {}),
+    "qwen3moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True}, {}),
+    "mixtral": ("Mixtral", EXPERTS, {}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True}, {}),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": 9, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+        {},
+    ),
+    "gemma3": ("Gemma3Text", {"sliding_window": 9, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}, {}),
 }
 
 
@@ -132,6 +142,25 @@ def test_card_memory_equals_the_loaded_size(kind: str, wide: str, tmp_path: Path
         "up to the padding of 300 tokens to 320"
     )
     assert card.parameters == card_of(EngineOptions(wide)).parameters and kind in card.stored_as
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_experts_in_few_bits_are_their_values(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    source = tiny_checkpoint(tmp_path / "source", "Qwen3Moe", **config)
+    file = write(
+        tmp_path / "model.gguf", source, lambda name: "F32" if name.endswith("gate.weight") else kind
+    )
+    card = card_of(EngineOptions(str(file)))
+    assert card.weight_bytes == pytest.approx(
+        weight_bytes(LLM(str(file))), rel=0.3
+    )  # routers of 4 are padded to 64
+    assert card.parameters == card_of(EngineOptions(source)).parameters
+    check_speculation(str(file), PROMPTS)
+    monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
+    torch.testing.assert_close(logits(file), logits(source), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "BF16"])
@@ -307,6 +336,13 @@ def test_a_damaged_file_is_refused_in_one_sentence(
     with pytest.raises(ModelError) as error:
         LLM(changed(plain, tmp_path, old, new))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_architecture_is_named_before_its_tensors(plain: Path, tmp_path: Path) -> None:
+    file = Path(changed(plain, tmp_path, b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma"))
+    file.write_bytes(file.read_bytes().replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_ab.weight"))
+    with pytest.raises(ModelError, match="architecture 'gemma', which is not supported"):
+        LLM(str(file))
 
 
 def test_an_unknown_type_is_named(plain: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "fallback": ("Gemma", {}),
+    "fallback": ("Phi", {}),
 }
 
 
@@ -318,7 +318,7 @@ def test_a_tensor_without_its_elements(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("num_hidden_layers", 9999), ("intermediate_size", 1 << 24), ("vocab_size", 1 << 26)]
 )
-@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi"])
 def test_sizes_that_the_files_do_not_hold(family: str, key: str, value: int, tmp_path: Path) -> None:
     """Plausible each, and far beyond the weights: refused before anything of that size is allocated."""
     folder = Path(tiny_checkpoint(tmp_path / "m", family))

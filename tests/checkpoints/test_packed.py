@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import answer, check_speculation, decoder_of, text_logits, weight_bytes
-from packed_files import AWQ, COMPRESSED, FORMATS, GPTQ, groups_of
+from packed_files import AWQ, COMPRESSED, FORMATS, FP8, GPTQ, floats, groups_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -92,7 +92,9 @@ def test_numbers_and_text_are_those_of_the_plain_weights(
     )
 
 
-@pytest.mark.parametrize("name", ["awq", "awq-symmetric", "gptq-8", "compressed-asymmetric"])
+@pytest.mark.parametrize(
+    "name", ["awq", "awq-symmetric", "gptq-8", "compressed-asymmetric", "fp8-blocks", "compressed-int8"]
+)
 def test_card_memory_equals_the_loaded_size(name: str, make: Any) -> None:
     packed, plain = make(name)
     card = card_of(EngineOptions(str(packed)))
@@ -102,7 +104,7 @@ def test_card_memory_equals_the_loaded_size(name: str, make: Any) -> None:
     assert card.parameters == card_of(EngineOptions(str(plain))).parameters
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "gptq-act-order", "compressed-asymmetric"])
+@pytest.mark.parametrize("name", ["awq", "gptq-8", "gptq-act-order", "compressed-asymmetric", "fp8"])
 def test_speculation_changes_nothing(name: str, make: Any) -> None:
     check_speculation(str(make(name)[0]), PROMPTS)
 
@@ -126,7 +128,10 @@ CURE = "GGUF, AWQ"
     ("given", "expected_message"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("'bitsandbytes'", CURE)),
-        ({"quant_method": "fp8"}, ("'fp8'", CURE)),
+        ({"quant_method": "fbgemm_fp8"}, ("'fbgemm_fp8'", CURE)),
+        (FP8 | {"fmt": "e5m2"}, ("'e5m2'", CURE)),
+        (FP8 | {"weight_block_size": [128]}, ("two sizes", "[128]")),
+        (FP8 | {"weight_block_size": [0, 128]}, ("weight_block_size",)),
         ({"bits": 4}, ("'unknown'", CURE)),
         (AWQ | {"version": "gemv"}, ("'gemv'", "gemm", CURE)),
         (AWQ | {"bits": 3}, ("3 bits",)),
@@ -135,7 +140,9 @@ CURE = "GGUF, AWQ"
         (GPTQ | {"group_size": "128"}, ("group_size", "'128'")),
         (GPTQ | {"checkpoint_format": "marlin"}, ("'marlin'", CURE)),
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, ("dynamic", CURE)),
-        (COMPRESSED | {"format": "float-quantized"}, ("'float-quantized'", CURE)),
+        (COMPRESSED | {"format": "marlin-24"}, ("'marlin-24'", CURE)),
+        (COMPRESSED | {"format": "float-quantized"}, ("group_0", "8 bits of float", CURE)),
+        (floats(block_structure="big"), ("two sizes", "'big'")),
         (
             COMPRESSED
             | {"config_groups": {"g": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}},
@@ -222,3 +229,26 @@ def test_zero_points_of_another_shape_are_named(make: Any, tmp_path: Path) -> No
         "awq", make, tmp_path, lambda tensors: tensors.update({f"{V}.qzeros": torch.zeros(3, 4).int()})
     )
     assert f"{V}.qzeros is torch.int32 (3, 4)" in expected_message
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("fp8-blocks", {"weight_scale_inv": torch.ones(2, 3)}, "scales of (2, 3)"),
+        ("fp8-blocks", {"weight_scale_inv": torch.ones(1, 2, dtype=torch.int32)}, "scales are fractions"),
+        ("fp8", {"weight": torch.ones(32, 64, dtype=torch.float8_e5m2)}, "no fp8 (e4m3) or int8"),
+        ("fp8", {"weight": torch.ones(32, 60).to(torch.float8_e4m3fn)}, "has shape (32, 60)"),
+        ("compressed-int8", {"weight_scale": torch.ones(31, 1)}, "scales of (31, 1)"),
+    ],
+)
+def test_damaged_weights_beside_scales_are_named(
+    name: str, change: dict[str, Tensor], text: str, make: Any, tmp_path: Path
+) -> None:
+    given = {f"{V}.{part}": tensor for part, tensor in change.items()}
+    message = spoil(name, make, tmp_path, lambda tensors: tensors.update(given))
+    assert V in message and text in message
+
+
+def test_fp8_without_its_scales_is_refused(make: Any, tmp_path: Path) -> None:
+    message = spoil("fp8", make, tmp_path, lambda tensors: tensors.pop(f"{V}.weight_scale"))
+    assert f"{V}.weight is torch.float8_e4m3fn, without scales" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,20 @@ def test_tables_and_one_line_of_json(run: Run, questions: Path, tmp_path: Path) 
         found["results"][PLAIN]["all"]["speed-up"] == 1
         and found["results"][PLAIN]["all"]["tokens per step"] == 1
     )
-    assert found["results"]["tree"]["all"]["share of time drafting"] > 0.05
+    tree, each = found["results"]["tree"]["all"], found["requests"]["tree"]
+    assert tree["share of time drafting"] > 0.05 and len(tree["acceptance by depth"]) == 2
+    assert each["category"] == ["qa", "qa", "writing"] and sum(each["tokens"]) == tree["tokens"]
+    assert sum(each["accepted"]) / sum(each["drafted"]) == pytest.approx(tree["acceptance"], abs=1e-4)
+
+
+def test_a_plot_names_its_conditions(run: Run, questions: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "x.svg"
+    result = run("bench", questions, *FAST, "--limit", 1, "--repeats", 1, "--plot", out)
+    assert result.status == 0, result.err
+    drawn = " ".join(re.findall(r"<!-- (.*?) -->", out.read_text()))
+    for words in ("2 prompts", "builtin", "batch 1", "greedy", "at most 8 tokens", "faster in every round"):
+        assert words in drawn, drawn
 
 
 def test_standard_output_has_json_only(run: Run, questions: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import Run
 
 from outrider import LLM, SamplingParams
-from outrider.cli.chat import lines
+from outrider.cli.chat import messages
 from outrider.engine.engine import Engine
 
 SETTINGS = ("-s", 3, "-n", 20, "--temp", 0.8)
@@ -120,14 +124,65 @@ def test_ctrl_c_ends_a_piped_conversation(run: Run, monkeypatch: pytest.MonkeyPa
     assert "1 turn, 5 tokens" in result.err
 
 
-@pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt])
-def test_leaving_ends_the_line_of_the_prompt(
-    key: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def pressed(_: str) -> str:
+def typed(keys: list[str | type[BaseException]], monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The messages of a terminal on which these lines and keys are typed."""
+    pressed = iter(keys)
+
+    def answer(_: str) -> str:
+        if isinstance(key := next(pressed), str):
+            return key
         raise key
 
-    monkeypatch.setattr("builtins.input", pressed)
-    with contextlib.suppress(KeyboardInterrupt):
-        assert list(lines(True)) == []
+    monkeypatch.setattr("builtins.input", answer)
+    return messages(True)
+
+
+def test_ctrl_d_ends_the_line_of_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(typed([EOFError], monkeypatch)) == []
     assert capsys.readouterr().out == "\n"
+
+
+def test_ctrl_c_while_typing_discards_the_line_and_twice_leaves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = [KeyboardInterrupt, "one", "two \\", KeyboardInterrupt, "three", KeyboardInterrupt]
+    typing = typed([*keys, KeyboardInterrupt], monkeypatch)
+    assert [next(typing), next(typing)] == ["one", "three"]
+    assert "a second Ctrl-C" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        next(typing)
+
+
+def test_a_line_that_ends_in_a_backslash_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(typed(["a\\", "", EOFError], monkeypatch)) == ["a\n"]
+    assert list(typed(["a\\", "b \\", "c", EOFError], monkeypatch)) == ["a\nb \nc"]
+    expected = conversation(["What do plants\nneed in order to grow?"])
+    result = run("chat", *SETTINGS, stdin="What do plants\\\nneed in order to grow?\n")
+    assert (result.status, result.out) == (0, f"{expected[0]}\n")
+
+
+def test_a_conversation_goes_on_beyond_the_context(run: Run) -> None:
+    """The oldest turns are left out, and the system message stays."""
+    asked = [f"What do {plants} need in order to grow?" for plants in ("trees", "ferns", "herbs", "roses")]
+    settings = ("-s", 3, "--temp", 0.8, "-n", 24, "--ignore-eos", "-c", 96, "-sys", "Be brief.")
+    result = run("chat", *settings, stdin="\n".join([*asked, "/stats"]))
+    assert result.status == 0 and "4 turns, 96 tokens" in result.out
+    assert "oldest" in result.err
+    llm, limited = LLM("builtin"), replace(PARAMS, max_tokens=24, ignore_eos=True)
+    system = {"role": "system", "content": "Be brief."}
+    alone = llm.chat([system, {"role": "user", "content": asked[2]}], limited)[0].outputs[0].text
+    assert alone in result.out
+
+
+def test_a_message_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """In a process of its own, as bytes are decoded there, in any way that the locale asks for."""
+    for errors in ("strict", "surrogateescape"):
+        env = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+        for words in (["chat"], ["generate", "-f", "-"]):
+            command = [sys.executable, "-m", "outrider", *words, "-n", "4"]
+            result = subprocess.run(command, env=env, input=b"fine\nh\xe9llo\n", capture_output=True)
+            assert result.returncode == 2, result.stderr
+            last = result.stderr.decode().splitlines()[-1]
+            assert last.startswith("error: standard input is not UTF-8 text: byte 0xe9"), last

@@ -114,14 +114,21 @@ def test_threads_beyond_the_processors_are_clipped(run: Run, monkeypatch: pytest
 def test_flags_of_llama_cpp_without_effect(run: Run) -> None:
     plain = run("generate", "-p", "The sea", "-n", 4, "-s", 1)
     words = shlex.split(
-        "-td 2 -cd 512 --draft-min 1 -ctkd q8_0 -tb 2 -b 512 --mlock -fa --no-warmup --log-disable --jinja"
+        "-td 2 -cd 512 --draft-min 1 -ctkd q8_0 -tb 2 -b 512 --mlock -fa --no-warmup --log-disable --jinja "
+        "-t -1 --color on -v --numa distribute -np 1 --simple-io --no-context-shift -kvu"
     )
     result = run("generate", "-p", "The sea", "-n", 4, "-s", 1, *words)
-    assert (result.status, result.out) == (0, plain.out)
+    assert (result.status, result.out) == (0, plain.out), result.err
     notes = [line for line in result.err.splitlines() if line.startswith("note: ")]
-    assert len(notes) == 11 and any("--threads-draft does nothing here" in line for line in notes)
+    assert len(notes) == 18 and any("--threads-draft does nothing here" in line for line in notes)
     assert "--threads-draft" not in run("generate", "--help").out
     assert run("generate", "-p", "The sea", "-n", 4, "-s", 1, "-fa", "off").out == plain.out
+
+
+def test_flags_of_a_conversation_are_for_chat(run: Run) -> None:
+    plain = run("chat", "-n", 4, "-s", 1, stdin="Hello\n")
+    result = run("chat", "-n", 4, "-s", 1, "-i", "-cnv", "-mli", "--color", stdin="Hello\n")
+    assert (result.status, result.out) == (0, plain.out), result.err
 
 
 def test_the_draft_stops_where_it_is_not_sure(run: Run) -> None:
@@ -276,13 +283,16 @@ def test_public_names_load_lazily() -> None:
         ("bench --prompts /", "'/'"),
         ("generate -p x -m builtin-eagle", "'builtin-eagle' is a draft head, not a model"),
         ("generate -p x -m no.gguf", "no file 'no.gguf'"),
-        ("generate -p x -hf owner/name", "-hf owner/name is not known: give the hub id with -m"),
+        ("generate -p x -hf", "-m' requires an argument"),
         ("generate -p x -hff a.gguf", "-hff a.gguf is not known: download the file and give it with -m"),
         ("chat -hft secret", "error: -hft is not known: set the environment variable HF_TOKEN."),
         ("generate -p x -mu http://x/y.gguf", "-mu http://x/y.gguf is not known: download the file"),
-        ("generate -p x -cnv", "error: No such option: -cnv. See `outrider generate --help`."),
+        ("generate -p x -cml", "error: No such option: -cml. See `outrider generate --help`."),
         ("generate x -mg 0", "error: No such option: -mg."),
-        ("generate x -if", "error: No such option: -if."),
+        ("generate x -fit on", "error: No such option: -fit."),
+        ("generate -p x -cnv", "error: -cnv is for conversations, and generate continues a text: take chat."),
+        ("generate -i -p x", "error: -i is for conversations"),
+        ("generate -p x -t 0", "error: threads must be at least 1, got 0."),
         ("generate x -ngl", "-ngl' requires an argument"),
         ("generate x -tp -n many", "error: Invalid value for '--tensor-parallel-size' / '-tp'"),
         ("generate -p x --draft-p-min 0.4", "--draft-p-min is for a draft model: give one with -md"),

@@ -143,7 +143,6 @@ def test_gpu_layers_are_checked_without_a_context_on_the_gpu(
         ("--hf-token x", "HF_TOKEN"),
         ("--cpu-offload-gb 4", "--gpu-layers"),
         ("--ssl-ca-certs x", "proxy"),
-        ("-hf a/b", "as MODEL"),
         ("-sm none", "--split-mode is not supported: use -tp"),
         ("-tp 0", "tensor_parallel_size must be"),
         ("--port 99999", "port must be"),

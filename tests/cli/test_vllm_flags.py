@@ -98,6 +98,28 @@ def test_a_file_gives_options_that_the_command_line_overrides(
 
 
 @pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["--served-model-name", "c"], ("c",)),
+        (["--served_model_name=c", "--served-model-name", "d"], ("c", "d")),
+        (["-a", "c"], ("c",)),
+        (["--seed", "3"], ("a", "b")),
+    ],
+)
+def test_a_list_on_the_command_line_replaces_that_of_the_file(
+    words: list[str], names: tuple[str, ...], run: Run, started: list[Started], tmp_path: Path
+) -> None:
+    """It was appended, so that the first name, which responses have, and all keys of the file counted."""
+    file = tmp_path / "config.yaml"
+    file.write_text("served-model-name: [a, b]\napi_key: [first, second]\n")
+    assert run("serve", "builtin", "--config", file, *words).status == 0
+    assert run("serve", "builtin", *words, "--api-key", "third", "--config", file).status == 0
+    (options, _, _), (other, _, _) = started
+    assert (options.served_model_name, options.api_key) == (names, ("first", "second"))
+    assert (other.served_model_name, other.api_key) == (names, ("third",))
+
+
+@pytest.mark.parametrize(
     ("content", "text"),
     [
         ("- a\n", "must have an option a line, such as port: 8000"),

@@ -122,7 +122,7 @@ def test_pairs_of_states_and_tokens(target: str, tmp_path: Path) -> None:
 # ---- a target that transformers runs
 
 
-@pytest.fixture(scope="module", params=["gemma3", "qwen3-moe", "opt-post-norm-projected"])
+@pytest.fixture(scope="module", params=["vaultgemma", "qwen2-moe", "opt-post-norm-projected"])
 def other(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLM, Any]]:

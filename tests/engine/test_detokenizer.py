@@ -80,6 +80,22 @@ def test_flush_shows_what_never_became_a_character() -> None:
     assert made.flush() == ""
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(TEXTS), st.lists(st.integers(0, 5), max_size=30), st.booleans())
+def test_tokens_that_are_decoded_at_once_give_the_same_text(text: str, sizes: list[int], cut: bool) -> None:
+    """Behind every group, what a token at a time gives: no text is held back longer."""
+    ids = [0, *tokenizer().encode(text, add_special_tokens=False), 1, *tokenizer().encode("é!")]
+    ids = ids[: len(ids) - cut]
+    single, grouped, at = Detokenizer(tokenizer()), Detokenizer(tokenizer()), 0
+    for size in [*sizes, len(ids)]:
+        for token in ids[at : at + size]:
+            single.feed(token)
+        grouped.feed_all(ids[at : at + size])
+        at += size
+        assert (grouped.text, grouped.count) == (single.text, single.count)
+    assert grouped.flush() == single.flush() and grouped.text == single.text
+
+
 def test_special_tokens_are_no_text() -> None:
     ids = tokenizer().encode("hi", add_special_tokens=False)
     made, _ = stream([0, *ids, 1])

@@ -239,6 +239,25 @@ def test_the_youngest_is_preempted_and_keeps_its_tokens() -> None:
     assert len(old.tokens) == len(young.tokens) == 3 * PAGE
 
 
+def test_a_prompt_goes_on_once_the_last_decoding_row_is_preempted() -> None:
+    """The step had no tokens for prompts beside that row, and without it must not be empty."""
+    beside = [8, 0]  # prompt tokens of two steps beside a decoding row
+    hooks = Hooks(prefill=lambda decoding, tokens, _: PrefillBudget(beside.pop(0) if decoding else tokens))
+    scheduler = Scheduler(Cache(4, 4 * PAGE), Limits(4, 64), hooks)
+    young, prompt = make_row("young", [1] * PAGE, 5), make_row("prompt", [2] * 3 * PAGE, 1)
+    young.priority = 1
+    scheduler.add(young)
+    scheduler.next()
+    young.computed = PAGE - 1
+    scheduler.add(prompt)
+    assert [step.known for step in scheduler.next()] == [1, 8]
+    young.tokens.append(3)  # which needs a page more
+    young.computed, prompt.computed = PAGE, 8
+    batch = scheduler.next()
+    assert scheduler.preemptions == 1 and list(scheduler.waiting) == [young]
+    assert [(step.row, step.known) for step in batch] == [(prompt, 3 * PAGE - 8)]
+
+
 def test_drafts_take_free_pages_only() -> None:
     """Two rows and five pages: draft budgets shrink, and no row is preempted for them."""
     engine = Engine(random.Random(0), 3, 2, 64, 40)

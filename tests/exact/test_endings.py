@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from helpers import answer, token_prompts
+from torch import Tensor
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, RequestError, SamplingParams
 from outrider.testing import KnownTexts, Scripts, check_idle, random_prompts
 
 PROMPTS = random_prompts(4, seed=6)
@@ -131,3 +133,45 @@ def test_detokenize_false_gives_no_text(streaming: bool, llm: LLM, answers: list
     params = [SamplingParams(**{**vars(FREE), "detokenize": False})] * len(PROMPTS)
     assert texts(llm, streaming, params) == [""] * len(PROMPTS)
     assert [output.outputs[0].token_ids for output in llm.generate(token_prompts(PROMPTS), params)] == answers
+
+
+def until(count: int) -> Callable[[list[int], Tensor], Tensor]:
+    """A logits processor that knows what to do for so many tokens only."""
+
+    def known(output: list[int], logits: Tensor) -> Tensor:
+        if len(output) >= count:
+            raise IndexError(f"no token {count}")
+        return logits
+
+    return known
+
+
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+@pytest.mark.parametrize("ending", ["token", "string"])
+def test_a_processor_is_not_missed_behind_the_end_of_the_text(
+    ending: str, verification: str, plain: LLM, fast: LLM, answers: list[list[int]]
+) -> None:
+    """Draft tokens reach behind the end, where the processor fails: plain decoding never gets there."""
+    truth, params = KnownTexts(), []
+    for prompt, tokens in zip(PROMPTS, answers):
+        truth.learn(prompt, 5, answer(plain, prompt, FREE).outputs)
+        text = plain.get_tokenizer().decode(tokens[:10], skip_special_tokens=True).strip("\ufffd")
+        keys: dict[str, Any] = (
+            {"stop_token_ids": [tokens[10]]} if ending == "token" else {"stop": [text[-2:]]}
+        )
+        params.append(SamplingParams(**{**vars(FREE), "logits_processors": [until(11)], **keys}))
+    config = {"method": "scripted", "script": Scripts(truth).right, "num_speculative_tokens": 6}
+    fast.use({**config, "verification": verification})
+    for prompt, p in zip(PROMPTS, params):
+        expected, output = answer(plain, prompt, p), answer(fast, prompt, p)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert output.outputs[0].finish_reason == "stop" and output.speculation.accepted > 0
+    check_idle(fast)
+
+
+def test_a_request_that_fails_has_the_tokens_before_its_error(llm: LLM, answers: list[list[int]]) -> None:
+    params = SamplingParams(**{**vars(FREE), "logits_processors": [until(9)]})
+    for output, tokens in zip(llm.generate(token_prompts(PROMPTS), params), answers):
+        assert isinstance(output.error, RequestError) and "no token 9" in str(output.error)
+        assert output.outputs[0].token_ids == tokens[:9]
+    check_idle(llm)

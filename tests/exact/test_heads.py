@@ -14,12 +14,13 @@ from outrider.heads.base import HeadDrafter
 from outrider.testing import check_idle, random_prompts, tiny_checkpoint, use_example, visible_parts
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
+WHOLE = [name for name in HEADS if name != "kangaroo"]  # that one runs a part of the target's layers
 PROMPTS = random_prompts(5, seed=11)
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["GPTNeoX", "Gemma2"])
+@pytest.fixture(scope="module", params=["GPTNeoX", "VaultGemma"])
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PlainOutputs, LLM]:
@@ -28,7 +29,7 @@ def pair(
     return PlainOutputs(LLM(folder, dtype="float32")), LLM(folder, dtype="float32")
 
 
-@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize("method", WHOLE)
 def test_over_transformers_own_code(pair: tuple[PlainOutputs, LLM], method: str) -> None:
     plain, fast = pair
     use_example(fast, method)

@@ -51,11 +51,14 @@ SCALES: dict[str, Callable[[str, int], float]] = {
 }
 
 
-@pairwise(family=["Llama", "Qwen2", "Qwen3"], kind=list(ADAPTERS), backend=["c", "torch"])
+@pairwise(family=["Llama", "Qwen2", "Qwen3", "Gemma2"], kind=list(ADAPTERS), backend=["c", "torch"])
 def test_adapters_emit_the_tokens_of_merged_weights(
     family: str, kind: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy tokens of W + scale B A in float32; Qwen2 has biases, Qwen3 norms of queries and keys."""
+    """Greedy tokens of W + scale B A in float32.
+
+    Qwen2 has biases, Qwen3 norms of queries and keys, Gemma 2 norms of what is added.
+    """
     monkeypatch.setenv("OUTRIDER_KERNELS", backend)
     model = tiny_checkpoint(tmp_path / "model", family, **(ODD if family == "Llama" else {}))
     matrices = write_adapter(tmp_path / "adapter", model, **ADAPTERS[kind])

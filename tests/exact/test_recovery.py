@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -105,6 +106,27 @@ def test_an_interrupted_step_leaks_nothing(llm: LLM, monkeypatch: pytest.MonkeyP
             output(llm)
     check_idle(llm)
     assert output(llm) == before
+
+
+def test_a_request_that_fails_in_an_interrupted_step_fails_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def boom(ids: list[int], logits: Tensor) -> Tensor:
+        raise ValueError("no such state")
+
+    def interrupted(batch: Batch) -> None:
+        monkeypatch.undo()
+        assert batch[0].row.error is not None
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine.scheduler, "clip", interrupted)
+    ticket = llm.enqueue(PROMPT, SamplingParams(logits_processors=[boom]))[0]
+    limit = time.monotonic() + 5
+    with pytest.raises(KeyboardInterrupt):
+        llm.loop.run_until(lambda: ticket.finished)
+    llm.loop.run_until(lambda: ticket.finished or time.monotonic() > limit)
+    assert ticket.finished and ticket.rows[0].finish_reason == "error"
+    check_idle(llm)
 
 
 def test_a_step_interrupted_in_the_target_is_drafted_anew(

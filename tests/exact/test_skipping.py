@@ -153,9 +153,9 @@ def test_verification_computes_no_first_layer_twice(llm: LLM, monkeypatch: pytes
     rows: list[tuple[int, int]] = []
     run = Runner._resume
 
-    def counting(self: Runner, step_input: StepInput, resume: Resume, ends: list[int]) -> torch.Tensor:
+    def counting(self: Runner, step_input: StepInput, resume: Resume, *rest: Any) -> torch.Tensor:
         rows.append((step_input.length, step_input.length - sum(map(len, resume.nodes))))
-        return run(self, step_input, resume, ends)
+        return run(self, step_input, resume, *rest)
 
     monkeypatch.setattr(Runner, "_resume", counting)
     use(llm, early_exit=2, **NEVER_STOP)
@@ -180,7 +180,7 @@ Edit = Callable[[Resume], Resume]
 def spoil(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
     run = Runner._resume
     monkeypatch.setattr(
-        Runner, "_resume", lambda self, step_input, resume, ends: run(self, step_input, edit(resume), ends)
+        Runner, "_resume", lambda self, step_input, resume, *rest: run(self, step_input, edit(resume), *rest)
     )
 
 

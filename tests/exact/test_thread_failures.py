@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from helpers import answer
-from patience import HANG
+from patience import HANG, Gate
 from threads import METHODS, PARAMS, PROMPTS, caller, config, params_of, together
 
 from outrider import LLM, EngineError
@@ -103,6 +103,56 @@ def test_an_interrupt_ends_the_requests_of_its_caller_only(
     assert sorted(output.outputs[0].token_ids for output in last.values()) == sorted([texts[1], texts[2]])
     assert all(len(o.outputs[0].token_times) == len(o.outputs[0].token_ids) for o in last.values())
     check_idle(shared)
+
+
+def test_an_interrupt_while_rows_enter_loses_none_of_another_caller(
+    shared: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the thread that drives, between two samples of a request that has just arrived."""
+    shared.use(None)
+    gate, add, calls, seen = Gate(2), shared.engine.add, [0], list[list[int]]()
+
+    def interrupted(row: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise KeyboardInterrupt
+        add(row)
+
+    def other() -> None:
+        assert gate.reached.wait(HANG)
+        monkeypatch.setattr(shared.engine, "add", interrupted)
+        ticket = shared.enqueue({"prompt_token_ids": PROMPTS[1]}, params_of(1, n=3))[0]
+        gate.opened.set()
+        limit = time.monotonic() + 10
+        shared.loop.run_until(lambda: ticket.finished or time.monotonic() > limit)
+        seen.extend(row.output for row in ticket.rows)
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        answer(shared, PROMPTS[0], params_of(0, max_tokens=40, logits_processors=[gate]))
+    thread.join(HANG)
+    assert seen[0] == texts[1] and len(seen[1]) == len(seen[2]) == len(texts[1])
+    check_idle(shared)
+
+
+def test_a_drafter_that_cannot_forget_a_request_keeps_none_open(
+    shared: LLM, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared.use({"method": "ngram"})
+    stream = shared.stream([{"prompt_token_ids": PROMPTS[i]} for i in range(2)], PARAMS[:2])
+    next(stream)
+    forget = shared.engine.drafter.forget
+
+    def broken(*given: Any) -> None:
+        forget(*given)
+        raise ZeroDivisionError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.engine.drafter, "forget", broken)
+        stream.close()
+    check_idle(shared)
+    assert answer(shared, PROMPTS[0], PARAMS[0]).outputs[0].token_ids == texts[0]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals")

@@ -157,8 +157,14 @@ def test_fused_chain_equals_level_by_level_chain(
 
 @pytest.fixture(scope="module")
 def gemma2(checkpoints: Path) -> str:
-    """A family that transformers' own code runs; every other layer sees eight tokens."""
+    """Every other layer sees eight tokens."""
     return tiny_checkpoint(checkpoints / "gemma2", "Gemma2", sliding_window=8)
+
+
+@pytest.fixture(scope="module")
+def vaultgemma(checkpoints: Path) -> str:
+    """The same in a family that transformers' own code runs."""
+    return tiny_checkpoint(checkpoints / "vaultgemma", "VaultGemma", sliding_window=8)
 
 
 def always_right(output: RequestOutput) -> bool:
@@ -167,7 +173,7 @@ def always_right(output: RequestOutput) -> bool:
 
 
 @pytest.mark.parametrize("siblings", [1, 3])
-@pytest.mark.parametrize("model", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("model", ["llama", "mistral", "gemma2", "vaultgemma"])
 def test_itself_is_right_as_far_as_it_sees(model: str, siblings: int, request: pytest.FixtureRequest) -> None:
     """With everything in view it drafts its own text, also sampled, and where layers have windows."""
     folder = request.getfixturevalue(model)

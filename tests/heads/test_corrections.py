@@ -14,7 +14,7 @@ from torch import Tensor
 from toys import HIDDEN, V, read, save_head, toy_target
 
 from outrider import LLM
-from outrider.draft import detect, dflash, domino, dspark
+from outrider.draft import detect, dflash, dflash2, domino, dspark
 from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
 from outrider.errors import ModelError
 from outrider.heads.sample import TargetWeights
@@ -31,6 +31,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {  # of DSpark's network, if not of oth
     "gated": {"markov": 6, "kind": "gated", "confidence": True},
     "rnn": {"markov": 6, "kind": "rnn"},
     "domino": {"width": 8},
+    "dflash2": {"rank": 6, "top_k": V},
     "confidence": {"confidence": True},
 }
 
@@ -39,13 +40,15 @@ CORRECTIONS: dict[str, dict[str, Any]] = {  # of DSpark's network, if not of oth
 def test_training_network_equals_the_drafter(name: str, toy: LLM, tmp_path: Path) -> None:
     """The plain torch that is trained, on the text with the draft behind it, and what runs in the engine."""
     torch.manual_seed(6)
-    ids = () if name == "domino" else tuple(IDS)
+    ids = () if name in ("domino", "dflash2") else tuple(IDS)
     given = {"taps": TAPS, "block": BLOCK, "mask": MASK, "ids": ids, **CORRECTIONS[name]}
-    others = {"none": dflash.Network, "domino": domino.Network}
+    others = {"none": dflash.Network, "domino": domino.Network, "dflash2": dflash2.Network}
     network = others.get(name, dspark.Network).like(toy.engine.target, **given)
     for at, weight in network.named_parameters():
-        if "markov_w2" in at or "embed_proj" in at:
+        if "markov_w2" in at or "embed_proj" in at or "codebook" in at:
             torch.nn.init.normal_(weight)
+        if "_conv" in at:
+            torch.nn.init.normal_(weight, 0.5, 0.1)
     folder = save_head(tmp_path, network.config(), network.state_dict())
     llm, outer, full = toy.variant({"model": folder}), TargetWeights.of(toy.engine.decoder), 0
     for (known, logits, _), tree in drafted(llm):

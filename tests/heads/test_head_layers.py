@@ -99,6 +99,13 @@ def test_block_attends_over_its_given_input(kind: str, dtype: torch.dtype, reads
         eps=EPS,
         hidden=H,
         inner=INNER,
+        scale=D**-0.5,
+        experts=None,
+        norm_attended=None,
+        norm_mlp=None,
+        rotations=None,
+        cap=0.0,
+        gelu=False,
     )
     turn = torch.randn(SLOTS, D)
     stack = backend.pack_layers(layer, [layer], turn)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_files import Pack, awq, gptq
+from packed_files import Pack, awq, floats, gptq, scaled
 from torch import Tensor
 from toys import HIDDEN, V, save_head
 
@@ -29,7 +29,8 @@ from outrider.inspect.heads import head_card
 from outrider.models.export import packed, scheme
 
 HEADS = [name for name, method in draft.methods().items() if issubclass(method, HeadDrafter)]
-HEADS.remove("domino")  # files keep its GRU whole, whose tensors are not named "weight"
+for name in ("domino", "dflash2"):  # files keep a GRU and codebooks whole, which are not named "weight"
+    HEADS.remove(name)
 PROMPTS = [{"prompt_token_ids": [3, 1, 4, 1, 5 + i]} for i in range(3)]
 
 
@@ -188,3 +189,22 @@ def test_what_is_built_in_is_in_eight_bits(name: str) -> None:
     card = head_card(name)
     assert card is not None and card.refused is None
     assert card.stored_as["compressed-tensors"] > 0.99 * card.parameters
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.int8])
+def test_weights_beside_scales_are_read_too(kind: torch.dtype, toy: LLM, tmp_path: Path) -> None:
+    network, rng = Network(HIDDEN, V, heads=2, layers=1), random.Random(1)
+    stored, dense = dict[str, Tensor](network.state_dict()), dict[str, Tensor]()
+    for name in [name for name, tensor in stored.items() if tensor.dim() == 2]:
+        layer, dense[name] = scaled(kind, (1, 0))(*stored.pop(name).shape, rng)
+        stored |= {f"{name.removesuffix('.weight')}.{part}": value for part, value in layer.items()}
+    settings = floats() if kind.is_floating_point else floats() | {"format": "int-quantized"}
+    settings["config_groups"]["group_0"]["weights"]["type"] = "float" if kind.is_floating_point else "int"
+    folder = save_head(tmp_path, {**network.config(), "quantization_config": settings}, stored)
+    head: Head = pickle.loads(pickle.dumps(Head.open(folder)))
+    assert {*head} == {*network.state_dict()}
+    for name, expected in dense.items():
+        torch.testing.assert_close(head.raw(name), expected)
+    drafter = Hydra(Hydra.Options(model=folder), toy.engine.target)
+    drafter.adopt(network.state_dict())
+    assert drafter.reader.bits == (None if kind.is_floating_point else 8)

@@ -21,9 +21,11 @@ from outrider.models.export import packed, write
 from outrider.testing import random_prompts, tiny_checkpoint
 
 PROMPT = random_prompts(1, seed=3)[0]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {}, "Llama, tied": {"tie_word_embeddings": True}, "Qwen2": {}, "Qwen3": {},
     "Mistral": {"sliding_window": 8}, "Llama, odd": {"intermediate_size": 88},
+    "Qwen3Moe": {**EXPERTS, "moe_intermediate_size": 64}, "Mixtral": EXPERTS,
 }  # fmt: skip
 
 

@@ -206,7 +206,7 @@ def test_what_our_attention_cannot_do_is_refused_with_the_reason(
 
 def test_a_model_that_we_would_get_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the attention did not do what transformers' does, loading would find out."""
-    write("gemma2", tmp_path)
+    write("vaultgemma", tmp_path)
     right = attention._layer_of
 
     def wrong(*args: Any, **given: Any) -> Any:

@@ -24,8 +24,8 @@ from outrider.models.placement import Precision
 
 NAMES = [
     "gpt2",
-    "gemma2",
-    "gemma3",
+    "vaultgemma",
+    "gemma4-shared-kv",
     "qwen2-moe",
     "gpt-oss",
     "deepseek-v3",
@@ -62,7 +62,7 @@ def test_logits_are_bit_identical_in_any_batch(name: str, dtype: torch.dtype, tm
 
 
 @needs_c
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "falcon-new", "bloom-six-heads"])
+@pytest.mark.parametrize("name", ["gpt2", "vaultgemma", "falcon-new", "bloom-six-heads"])
 def test_bfloat16_logits_are_near_those_of_transformers_in_float32(name: str, tmp_path: Path) -> None:
     """bfloat16 weights and K/V, float32 activations and sums: far nearer than stock bfloat16."""
     theirs, tokens = write(name, tmp_path, torch.bfloat16), prompts()[-1]
@@ -76,7 +76,7 @@ def test_bfloat16_logits_are_near_those_of_transformers_in_float32(name: str, tm
 
 
 @needs_c
-@pytest.mark.parametrize("name", ["gemma2", "bloom-six-heads", "gpt-oss"])
+@pytest.mark.parametrize("name", ["vaultgemma", "bloom-six-heads", "gpt-oss"])
 def test_keys_and_values_in_eight_bits(name: str, tmp_path: Path) -> None:
     """Capped, leaning and sinking scores over int8: near the same in float32, and exact in any company."""
     write(name, tmp_path)
@@ -131,7 +131,7 @@ def test_a_rope_by_length_is_taken_for_the_longest_text(tmp_path: Path) -> None:
 def test_torch_kernels_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_KERNELS", "torch")
     tokens = prompts()[-1]
-    for name in ("gpt2", "gemma2", "gpt-oss", "mpt", "llama4", "falcon-alibi"):
+    for name in ("gpt2", "vaultgemma", "gpt-oss", "mpt", "llama4", "falcon-alibi"):
         theirs = write(name, tmp_path / name)
         model = fallback(tmp_path / name, torch.float32)
         with torch.inference_mode():

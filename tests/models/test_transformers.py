@@ -30,6 +30,7 @@ LONG = {
     "long_factor": [2.0 + i for i in range(8)],
     "factor": 4.0,
 }
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
     "llama-gqa": ("Llama", {"num_hidden_layers": 3}),
@@ -51,6 +52,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-bias-tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 48, "norm_topk_prob": True}),
+    "mixtral-window": ("Mixtral", {**EXPERTS, "sliding_window": 13}),
+    "gemma": ("Gemma", {}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 11,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 24,
+            "intermediate_size": 100,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
 }
 
 
@@ -104,7 +131,9 @@ def test_greedy_text_equals_transformers(name: str, checkpoint: Any) -> None:
     assert_same(expected, ours(folder))
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama-biases", "mistral-window", "qwen3", "mixtral-window", "gemma2", "gemma3"]
+)
 def test_torch_kernels_equal_transformers(
     name: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +147,7 @@ def logits(folder: Path, ids: list[int], dtype: torch.dtype, max_len: int = 256)
     return text_logits(decoder_of(folder, dtype, max_len), ids)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text"])
 @pytest.mark.parametrize("backend", ["", "torch"])
 def test_float32_logits_are_those_of_transformers(
     family: str, backend: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
@@ -157,7 +186,7 @@ def test_a_rope_that_depends_on_the_length_is_taken_for_the_longest_text(
     torch.testing.assert_close(logits(folder, ids, torch.float32, length), expected, rtol=1e-3, atol=5e-4)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "Gemma3Text"])
 def test_bfloat16_logits_are_near_those_of_transformers_in_float32(family: str, checkpoint: Any) -> None:
     """Only K and V are rounded to bfloat16 (8 bits); sums and activations stay float32.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -196,6 +197,14 @@ def boom(output: list[int], logits: Tensor) -> Tensor:
     raise KeyError("no such state")
 
 
+def leave(output: list[int], logits: Tensor) -> Tensor:
+    raise SystemExit("no more of this")
+
+
+def give_up(output: list[int], logits: Tensor) -> Tensor:
+    raise asyncio.CancelledError
+
+
 def short(output: list[int], logits: Tensor) -> Tensor:
     return logits[:5]
 
@@ -205,11 +214,36 @@ def nothing(output: list[int], logits: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [(boom, "KeyError"), (short, "shape"), (nothing, "NoneType")]
+    ("function", "message"),
+    [
+        (boom, "KeyError"),
+        (leave, "SystemExit"),
+        (give_up, "CancelledError"),
+        (short, "shape"),
+        (nothing, "NoneType"),
+    ],
 )
 def test_a_function_that_fails_is_named(function: Any, message: str) -> None:
     with pytest.raises(RequestError, match=rf"logits_processors: {function.__name__}.*{message}"):
         UserProcessor(0, function)(Ids([1]), logits_of(0))
+
+
+def test_an_interrupt_is_no_fault_of_a_function() -> None:
+    def interrupted(output: list[int], logits: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        UserProcessor(0, interrupted)(Ids([1]), logits_of(0))
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-39, 1e39, 1e300])
+def test_a_penalty_beyond_float32_makes_no_logit_infinite(penalty: float) -> None:
+    logits = torch.tensor([1.0, -1.0, 0.0, 2.0])
+    (processor,) = made(3, repetition_penalty=penalty)
+    first, second, third, other = processor(Ids([0, 1, 2]), logits).tolist()
+    assert math.isfinite(first) and math.isfinite(second)
+    assert (first > 1e9, second > -1e-9) == (penalty < 1, penalty < 1)
+    assert (third, other) == (0.0, 2.0)
 
 
 # ---- all together

@@ -277,12 +277,10 @@ def test_a_reader_that_stops_leaves_its_place(engine: AsyncLLM) -> None:
         server.started(engine)
         requests = await server.read(["a"], SamplingParams(max_tokens=3), "1")
         with server.room(requests) as room:
-            stream = server.stream(requests, room)
-            await anext(stream)
-            async with asyncio.timeout(HANG):
+            async with server.stream(requests, room) as outputs, asyncio.timeout(HANG):
+                await anext(outputs)
                 while server.open:
                     await asyncio.sleep(0.001)
-            await stream.aclose()
         assert server.open == 0
 
     asyncio.run(run())

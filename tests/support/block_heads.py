@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -123,6 +124,32 @@ def turned(x: Tensor, t: int) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
 
 
+def along(w: dict[str, Tensor], name: str, side: int, u: Tensor, x: Tensor) -> Tensor:
+    """x [rows, hidden] before (side 0) or after a sublayer with the input u: row by row, column by column, if
+    the file has a convolution there."""
+    if f"{name}.base_kernel" not in w:
+        return x
+    base, projection = w[f"{name}.base_kernel"], w[f"{name}.kernel_projection.weight"]
+    taps, groups = base.shape[1], projection.shape[0] // (2 * base.shape[1])
+    out = torch.zeros_like(x)
+    for row, column in itertools.product(range(len(x)), range(x.shape[1])):
+        group = column // (x.shape[1] // groups)
+        for tap in range(min(taps, row + 1)):
+            dynamic = projection[(side * taps + tap) * groups + group] @ u[row]
+            out[row, column] += (dynamic + base[side, tap, column]) * x[row - tap, column]
+    return out
+
+
+def context_of(w: dict[str, Tensor], i: int, taps: Tensor) -> Tensor:
+    """What layer i reads of the text, [T, hidden]: the same as all, or a mix of its own."""
+    if "layer_fusion_weights" not in w:
+        return norm(taps @ w["fc.weight"].T, w["hidden_norm.weight"])
+    shares = w["layer_fusion_weights"][i].exp() / w["layer_fusion_weights"][i].exp().sum()
+    mix = sum(share * state for share, state in zip(shares, taps.split(HIDDEN, dim=-1)))
+    assert isinstance(mix, Tensor)
+    return norm(mix, w["hidden_norm.weight"])
+
+
 def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: int) -> Tensor:
     """Logits [count, Vd] of a block behind taps [T, 3 * hidden]: row by row, head by head."""
     w = {name.removeprefix("model."): tensor.to(WIDE) for name, tensor in case.tensors.items()}
@@ -130,19 +157,20 @@ def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: in
         w.get("embed_tokens.weight", outer.embedding.to(WIDE)),
         w.get("lm_head.weight", outer.lm_head.to(WIDE)),
     )
-    context, end = norm(taps.to(WIDE) @ w["fc.weight"].T, w["hidden_norm.weight"]), len(taps)
+    end = len(taps)
     x = embedding[[anchor, *[MASK] * (count - 1)]]
     for i, (window, causal) in enumerate(zip(case.windows, case.causal)):
         at = f"layers.{i}.self_attn"
 
         def project(name: str, u: Tensor, at: str = at) -> Tensor:
-            return u @ w[f"{at}.{name}_proj.weight"].T + w.get(
-                f"{at}.{name}_proj.bias", torch.zeros((), dtype=WIDE)
-            )
+            return u @ w[f"{at}.{name}.weight"].T + w.get(f"{at}.{name}.bias", torch.zeros((), dtype=WIDE))
 
         u = norm(x, w[f"layers.{i}.input_layernorm.weight"])
-        q = project("q", u)
-        k, v = (torch.cat([project(name, context), project(name, u)]) for name in "kv")
+        mixed = along(w, f"layers.{i}.attention_conv", 0, u, u)
+        q = project("q_proj", mixed)
+        context, own = context_of(w, i, taps.to(WIDE)), f"{at}.k_proj_target.weight" in w
+        read = {name: f"{name}_proj_target" if own else f"{name}_proj" for name in "kv"}
+        k, v = (torch.cat([project(read[name], context), project(f"{name}_proj", mixed)]) for name in "kv")
         key_norm = w[f"{at}.k_norm.weight"]
         keys = [
             [turned(norm(k[s, g * D : (g + 1) * D], key_norm), s) for s in range(end + count)]
@@ -163,14 +191,12 @@ def naive(case: Case, outer: TargetWeights, taps: Tensor, anchor: int, count: in
                 weights = torch.stack([mine @ keys[g][s] / math.sqrt(D) for s in sees]).softmax(0)
                 parts.append(weights @ v[sees, g * D : (g + 1) * D])
             rows.append(torch.cat(parts))
-        x = x + project("o", torch.stack(rows))
-        y = norm(x, w[f"layers.{i}.post_attention_layernorm.weight"])
+        x = x + along(w, f"layers.{i}.attention_conv", 1, u, project("o_proj", torch.stack(rows)))
+        u = norm(x, w[f"layers.{i}.post_attention_layernorm.weight"])
+        y = along(w, f"layers.{i}.mlp_conv", 0, u, u)
         gate = y @ w[f"layers.{i}.mlp.gate_proj.weight"].T
-        x = (
-            x
-            + (gate / (1 + (-gate).exp()) * (y @ w[f"layers.{i}.mlp.up_proj.weight"].T))
-            @ w[f"layers.{i}.mlp.down_proj.weight"].T
-        )
+        inner = gate / (1 + (-gate).exp()) * (y @ w[f"layers.{i}.mlp.up_proj.weight"].T)
+        x = x + along(w, f"layers.{i}.mlp_conv", 1, u, inner @ w[f"layers.{i}.mlp.down_proj.weight"].T)
     return norm(x, w["norm.weight"]) @ head.T
 
 

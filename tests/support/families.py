@@ -89,9 +89,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi": ("Phi", {**NEW, "partial_rotary_factor": 0.5}),
     "phi3-window": ("Phi3", {**NEW, "sliding_window": 13}),
-    "gemma": ("Gemma", {**NEW, "head_dim": 16}),
-    "gemma2": (
-        "Gemma2",
+    "vaultgemma": (
+        "VaultGemma",
         {
             **NEW,
             "head_dim": 16,
@@ -99,18 +98,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 11,
             "attn_logit_softcapping": 5.0,
             "final_logit_softcapping": 8.0,
-        },
-    ),
-    "gemma3": (
-        "Gemma3Text",
-        {
-            **NEW,
-            "head_dim": 16,
-            "num_hidden_layers": 3,
-            "sliding_window": 11,
-            "query_pre_attn_scalar": 24,
-            "intermediate_size": 100,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
     "gemma3n-shared-kv": (
@@ -162,9 +149,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
-    "mixtral": ("Mixtral", {**NEW, "num_local_experts": 4, "sliding_window": 9}),
     "qwen2-moe": ("Qwen2Moe", {**NEW, **EXPERTS, "shared_expert_intermediate_size": 80}),
-    "qwen3-moe": ("Qwen3Moe", {**NEW, **EXPERTS, "head_dim": 16}),
     "gpt-oss": (
         "GptOss",
         {

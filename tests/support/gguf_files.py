@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.names import own_names
 from outrider.testing import random_prompts, tiny_tokenizer
 
 Kind = gguf.GGMLQuantizationType
@@ -41,6 +44,11 @@ def random_blocks(kind: str, shape: tuple[int, int], seed: int, size: float = 1.
     return blocks.reshape(shape[0], -1)
 
 
+OUTPUT_NORMS = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm",
@@ -49,16 +57,22 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
-ARCHITECTURE = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURE = {
+    "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "llama", "Qwen3MoeForCausalLM": "qwen3moe", "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
+}  # fmt: skip
 
 
-def theirs(name: str) -> str:
+def theirs(name: str, names: dict[str, str] = NAMES) -> str:
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{NAMES[part]}.{suffix}"
-    return f"{NAMES[stem]}.{suffix}"
+        return f"blk.{layer}.{names[part]}.{suffix}"
+    return f"{names[stem]}.{suffix}"
 
 
 def interleaved(rows: np.ndarray, width: int) -> np.ndarray:
@@ -80,7 +94,18 @@ def base_fields(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if experts := getattr(config, "num_local_experts", None):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if inner := getattr(config, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(inner)
 
 
 def tokenizer_fields(writer: gguf.GGUFWriter) -> None:
@@ -111,6 +136,9 @@ def write(
     fields(writer)
     file = Path(source) / "model.safetensors"
     tensors = load_file(file)
+    usual = {stored: own for own, stored in own_names(tensors).items()}
+    names = NAMES | (OUTPUT_NORMS if config.model_type in ("gemma2", "gemma3_text") else {})
+    joined: dict[str, list[tuple[int, np.ndarray]]] = {}  # experts of a layer are one tensor
     for i, (name, tensor) in enumerate(sorted(tensors.items())):
         kind = kinds(name) if tensor.dim() == 2 else "F32"
         if kind in (
@@ -129,9 +157,19 @@ def write(
         tensors[name] = torch.from_numpy(np.array(gguf.dequantize(rows, Kind[kind]), dtype=np.float32)).view(
             tensor.shape
         )
-        if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
+        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+            rows = rows + 1
+        if config.model_type in ("llama", "mixtral") and ("q_proj" in name or "k_proj" in name):
             rows = interleaved(rows, config.head_dim)
-        writer.add_tensor(theirs(name), rows, raw_dtype=Kind[kind])
+        expert = EXPERT.fullmatch(own := usual.get(name, name))
+        if expert is None:
+            writer.add_tensor(theirs(own, names), rows, raw_dtype=Kind[kind])
+        else:
+            parts = joined.setdefault(theirs(expert[1] + expert[3]), [])
+            parts.append((int(expert[2]), rows))
+            if len(parts) == config.num_local_experts:
+                stacked = np.stack([rows for _, rows in sorted(parts, key=itemgetter(0))])
+                writer.add_tensor(theirs(expert[1] + expert[3]), stacked, raw_dtype=Kind[kind])
     for name, numbers in (extra or {}).items():
         writer.add_tensor(name, numbers)
     writer.write_header_to_file()

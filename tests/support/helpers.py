@@ -49,7 +49,9 @@ def weight_bytes(llm: LLM) -> int:
         decoder.lm_head,
         *(getattr(layer, name) for layer in decoder.layers for name in LINEARS),
     ]
-    matrices = list({id(matrix): matrix for matrix in linears}.values())
+    for experts in filter(None, (layer.experts for layer in decoder.layers)):
+        linears += [experts.router, *experts.gate_up, *experts.down]
+    matrices = list({id(matrix): matrix for matrix in linears if matrix is not None}.values())
     vectors = [decoder.norm, *(getattr(layer, name) for layer in decoder.layers for name in VECTORS)]
     biases = [matrix.bias for matrix in matrices]
     return sum(

@@ -136,6 +136,33 @@ def compressed(bits: int, group: int, symmetric: bool = True, act_order: bool = 
     return pack
 
 
+def scaled(
+    kind: torch.dtype, scales: tuple[int, int], name: str = "weight_scale", zeros: bool = False
+) -> Pack:
+    """Weights under their own names.  scales: outputs and inputs that share one; 0: all."""
+
+    def pack(outputs: int, inputs: int, rng: random.Random) -> tuple[Layer, Tensor]:
+        height, width = scales[0] or outputs, scales[1] or inputs
+        table = [
+            [rng.uniform(0.5, 1.5) / 256 for _ in range(-(-inputs // width))]
+            for _ in range(-(-outputs // height))
+        ]
+        numbers = [[rng.uniform(-100, 100) for _ in range(inputs)] for _ in range(outputs)]
+        values = torch.tensor(numbers).to(kind)
+        shift = [rng.randrange(-5, 6) if zeros else 0 for _ in range(outputs)]
+        weight = torch.empty(outputs, inputs)
+        for o in range(outputs):
+            for k in range(inputs):
+                weight[o, k] = table[o // height][k // width] * (float(values[o, k]) - shift[o])
+        found = torch.tensor(table)
+        layer = {"weight": values, name: found.reshape(()) if scales == (0, 0) else found}
+        if zeros:
+            layer["weight_zero_point"] = torch.tensor(shift, dtype=torch.int8)[:, None]
+        return layer, weight
+
+    return pack
+
+
 def groups_of(bits: int, group: int, **weights: Any) -> dict[str, Any]:
     size = {"strategy": "channel"} if group < 0 else {"strategy": "group", "group_size": group}
     weights = {"num_bits": bits, "type": "int", "symmetric": True, **size, **weights}
@@ -157,6 +184,17 @@ COMPRESSED = {
     "ignore": ["lm_head"],
     "config_groups": groups_of(4, 32),
 }
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+E4M3 = torch.float8_e4m3fn
+
+
+def floats(**weights: Any) -> dict[str, Any]:
+    """The settings of compressed-tensors in fp8, whose inputs are quantized while running."""
+    groups = groups_of(8, -1, type="float", **weights)
+    groups["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
+    return COMPRESSED | {"format": "float-quantized", "config_groups": groups}
+
+
 FORMATS: dict[
     str, tuple[Pack, dict[str, Any], int | None]
 ] = {  # the last: bits that must be kept, None for expanded layers
@@ -181,5 +219,24 @@ FORMATS: dict[
         compressed(4, 32, act_order=True),
         COMPRESSED | {"config_groups": groups_of(4, 32, actorder="group")},
         None,
+    ),
+    "fp8-blocks": (scaled(E4M3, (48, 40), "weight_scale_inv"), FP8 | {"weight_block_size": [48, 40]}, None),
+    "fp8": (scaled(E4M3, (0, 0)), FP8, None),
+    "compressed-fp8": (scaled(E4M3, (1, 0)), floats(), None),
+    "compressed-fp8-whole": (scaled(E4M3, (0, 0)), floats(strategy="tensor"), None),
+    "compressed-fp8-blocks": (
+        scaled(E4M3, (32, 48)),
+        floats(strategy="block", block_structure=[32, 48]),
+        None,
+    ),
+    "compressed-int8": (
+        scaled(torch.int8, (1, 0)),
+        COMPRESSED | {"format": "int-quantized", "config_groups": groups_of(8, -1)},
+        8,
+    ),
+    "compressed-int8-zeros": (
+        scaled(torch.int8, (1, 0), zeros=True),
+        COMPRESSED | {"format": "int-quantized", "config_groups": groups_of(8, -1, symmetric=False)},
+        8,
     ),
 }

@@ -17,12 +17,13 @@ from outrider.core.step import FINAL
 from outrider.draft.dspark import Network as Block
 from outrider.draft.eagle import Network as Eagle
 from outrider.draft.hydra import Network as Hydra
+from outrider.draft.kangaroo import Network as Kangaroo
 from outrider.draft.medusa import Network as Medusa
 from outrider.draft.mlp_speculator import Network as Speculator
 from outrider.draft.mtp import Network as Mtp
 from outrider.draft.redrafter import Network as Redrafter
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import acceptance_loss
+from outrider.heads.parts import acceptance_loss, rotary_angles
 from outrider.heads.sample import Sample, TargetWeights
 from outrider.heads.tapped_parts import Rows, attend_to_paths
 
@@ -83,6 +84,24 @@ def test_eagle3_equals_the_formulas_of_its_authors_trainer() -> None:
             total = total + 0.8**step * reference * (T - 1) / position_mask.sum().clamp_min(1)
         assert total > 0
         torch.testing.assert_close(network.loss(sample, outer), total, rtol=1e-5, atol=1e-5)
+
+
+def test_kangaroo_equals_the_formulas_of_its_authors_trainer() -> None:
+    """Its input is the state of the exit, its target the last state, both at the place that predicts."""
+    torch.manual_seed(1)
+    network = Kangaroo(SIZES, V, 2)
+    (layer,), causal = network.layers, torch.ones(T, T, dtype=torch.bool).tril()
+    for masked in (False, True):
+        sample, outer = batch(masked)
+        x = sample.states[2]
+        angles = rotary_angles(torch.arange(T), SIZES.head_dim)
+        attended = layer.self_attn(layer.input_layernorm(x), angles, causal)
+        out_head = network.norm(x + attended) @ outer.lm_head.T
+        target_p = nn.Softmax(dim=1)(sample.states[FINAL] @ outer.lm_head.T)
+        loss_mask = torch.ones(T, 1) if sample.mask is None else sample.mask[:, None].float()
+        plogp = target_p * nn.LogSoftmax(dim=1)(out_head)
+        loss = -torch.sum(torch.sum(loss_mask * plogp, 1)) / loss_mask.sum()
+        torch.testing.assert_close(network.loss(sample, outer), loss, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_to_paths_equals_a_mask_over_all_keys() -> None:
@@ -151,6 +170,7 @@ def test_texts_behind_one_another_have_the_loss_of_each(counted: tuple[int, ...]
         Hydra(H, V, 2),
         Redrafter(H, V, 2, H),
         Eagle(SIZES, V).eval(),
+        Kangaroo(SIZES, V, 2),
         Mtp(SIZES, V, 4, steps=2),
         Speculator(H, 24, V),
         Block(SIZES, V, TAPS, V - 1, layers=2, block=2),
@@ -187,6 +207,7 @@ def test_losses_need_no_value_from_a_device(
         Hydra(H, V, 2, prefix=None),
         Redrafter(H, V, 2, H),
         Eagle(SIZES, V),
+        Kangaroo(SIZES, V, 2),
         Mtp(SIZES, V, 4, steps=2),
         Speculator(H, 24, V),
         Block(SIZES, V, TAPS, V - 1, layers=1, block=2),

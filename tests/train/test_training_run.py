@@ -334,6 +334,7 @@ def test_mistakes_are_refused_by_name(run_options: Any, tmp_path: Path) -> None:
         ("medusa", {"heads": 0}), ("hydra", {"dropout": 1.0}), ("dflash", {"block": 1}),
         ("layerskip", {"early_exit": "3"}), ("eagle3", {"taps": 3}), ("eagle", {"temperatures": 0.5}),
         ("dflash", {"markov_kind": "gated"}), ("dflash", {"markov_kind": "rnn", "domino": 8}),
+        ("dflash", {"selector": 8, "domino": 8}),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             run_options(name, tmp_path, **wrong)

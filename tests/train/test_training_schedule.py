@@ -56,7 +56,7 @@ def test_the_rate_may_follow_the_time(
 def test_a_run_without_time_for_a_step_goes_on_later(
     target: LLM, run_options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The evaluation before the first step takes longer than the minutes."""
+    """The evaluation before the first step takes longer than the minutes, and is not made again."""
     clock, evaluate, advance = SimpleNamespace(now=100.0), run.Evaluation.__call__, Trainer.advance
     monkeypatch.setattr("outrider.train.schedule.time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(run.time, "perf_counter", lambda: clock.now)
@@ -75,7 +75,6 @@ def test_a_run_without_time_for_a_step_goes_on_later(
     result = train(target, "medusa", run_options("medusa", tmp_path, **given), Report())
     assert not result.finished and not result.losses
     clock.now = 1000.0
-    monkeypatch.setattr(run.Evaluation, "__call__", evaluate)
     result = train(target, "medusa", run_options("medusa", tmp_path, **given), Report())
     assert result.finished and len(result.losses) == 60
 

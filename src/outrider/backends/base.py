@@ -44,17 +44,36 @@ class ModelShape(LayerSizes, Protocol):
 
 
 @dataclass
+class LayerExperts:
+    """MLPs of which every row has the `chosen` best by the router's softmax, weighted by it.
+
+    normalized: whether the weights of a row's experts are divided by their sum
+    """
+
+    router: Any  # [experts, hidden]
+    gate_up: Sequence[Any]  # of every expert, [2 inner, hidden]
+    down: Sequence[Any]  # [hidden, inner]
+    chosen: int
+    normalized: bool
+
+
+@dataclass
 class DecoderLayer:
     """Weights of one decoder block (`AttentionShape`), packed by the backend that runs it.
 
     norm_in: None if the caller computes the input of `qkv`
+    norm_post, gate_up, down: None in a block without an MLP, which runs with that skipped
     window:  attention window in tokens, 0 for all keys
+    experts: in place of `gate_up` and `down`, which are None then
+    norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
+    rotations: of this layer alone, as in `rope_store`; None for those of the stack
+    scale:   factor of attention scores.  cap: their soft cap, or 0.  gelu: GELU (tanh) in place of SiLU
     """
 
     norm_in: Any  # Tensor
     qkv: Any  # [(heads + 2 kv_heads) head_dim, hidden]
     o: Any
-    norm_post: Tensor
+    norm_post: Any  # Tensor
     gate_up: Any  # [2 inner, hidden]
     down: Any
     q_norm: Tensor | None
@@ -64,6 +83,13 @@ class DecoderLayer:
     head_dim: int
     eps: float
     window: int
+    scale: float
+    experts: LayerExperts | None = None
+    norm_attended: Tensor | None = None
+    norm_mlp: Tensor | None = None
+    rotations: Tensor | None = None
+    cap: float = 0.0
+    gelu: bool = False
 
 
 class LayerKV(NamedTuple):
@@ -173,8 +199,8 @@ class FusedModel(Protocol):
     A forward evicts the processor's caches.  Operations in a separate call after it are therefore slower.
     """
 
-    def pack_ends(self, embedding: Any, norm: Tensor, head: Any) -> Any:
-        """Pack the embedding, last norm and head of a model."""
+    def pack_ends(self, embedding: Any, norm: Tensor, head: Any, scale: float = 1.0, cap: float = 0.0) -> Any:
+        """Pack the ends of a model.  scale: factor of embeddings.  cap: soft cap of logits, or 0."""
 
     def forward(
         self, stack: Any, ends: Any, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
@@ -233,6 +259,8 @@ class Backend(Protocol):
         """Concatenation [norm(e); norm(g)], [N, 2h], of embeddings e of the ids and states g [N, h]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of float32 [n, V]; x may be overwritten, and may be the result."""
 
     # ---- attention over the paged K/V of a pool
 
@@ -253,7 +281,8 @@ class Backend(Protocol):
     def attend(self, q: Tensor, spec: AttentionShape, kv: LayerKV, scores: Scores) -> Tensor:
         """Attention output [N, H·D] of every row over its visible keys."""
 
-    # ---- decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x))
+    # ---- decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x)), or the
+    #      weighted sum of a row's experts, each such an MLP
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Any:
         """The blocks of a decoder as `run_layers` takes them; rotations as in `rope_store`."""

@@ -89,6 +89,11 @@ class Measured:
         return list(dict.fromkeys(run.kind for run in self.runs))
 
     @property
+    def tasks(self) -> list[str]:
+        """The kinds, then ALL, which is the kind of prompts without a category."""
+        return [*(kind for kind in self.kinds if kind != ALL), ALL]
+
+    @property
     def answers(self) -> list[CompletionOutput]:
         return [answer for run in self.runs for answer in run.answers]
 

@@ -61,7 +61,7 @@ def matrix(results: Sequence[Measured], peers: Sequence[Measured] = ()) -> Named
     """Speed-ups by method and category, then total speed over that of each other engine's best mode."""
     plain, peers = results[0], [peer for peer in peers if not peer.stopped]
     columns = list[Column]()
-    for kind in plain.kinds:
+    for kind in plain.tasks[:-1]:
         gains = [_speed_up(result.only(kind), plain.only(kind), False) for result in results]
         columns.append(Column(kind, gains))
     columns.append(Column(ALL, [_speed_up(result, plain) for result in results]))
@@ -79,8 +79,7 @@ def speed_ups(results: Sequence[Measured]) -> dict[str, list[Gain | None]]:
         each = ours.speed_ups(theirs)
         return None if ours.impossible(theirs) else Gain(ours.speed_up(theirs), min(each), max(each))
 
-    kinds = (*plain.kinds, ALL)
-    return {r.method: [gain(r.only(kind), plain.only(kind)) for kind in kinds] for r in results[1:]}
+    return {r.method: [gain(r.only(kind), plain.only(kind)) for kind in plain.tasks] for r in results[1:]}
 
 
 def _speed_up(result: Measured, plain: Measured, spread: bool = True) -> str:
@@ -182,6 +181,7 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
         "speed-up of each repeat": [round(gain, 4) for gain in ours.speed_ups(plain)],
         "tokens per step": round(total.tokens_per_step, 4),
         "acceptance": round(total.acceptance, 4),
+        "acceptance by depth": [round(count / total.drafts, 4) for count in total.accepted_at],
         "share of time drafting": round(ours.drafting, 4),
         "share of the ideal speed-up": round(ours.of_ideal(plain), 4) or None,
         "repeated 4-grams": round(ours.repeated, 4),
@@ -192,6 +192,31 @@ def _figures(ours: Measured, plain: Measured) -> dict[str, Any]:
     for name, values in _latencies(ours).items():
         made[f"{name} ms"] = {f"p{p}": round(1e3 * x, 3) for p, x in zip(PERCENTILES, _percentiles(values))}
     return made
+
+
+def requests(results: Sequence[Measured]) -> dict[str, dict[str, list[Any]]]:
+    """Method -> column -> a value for every request, for JSON; the requests are the same for all methods.
+
+    "steps": target forwards.  Times count from the submission of a batch, and are of the best run.
+    """
+    found, plain = dict[str, dict[str, list[Any]]](), results[0]
+    for result in results:
+        if result.stopped:
+            continue
+        kinds = [run.kind for run in result.runs for _ in run.answers]
+        counts = [answer.speculation for answer in result.answers]
+        times = [answer.token_times for answer in result.answers]
+        found[result.method] = {
+            "category": kinds,
+            "tokens": list(map(len, result.tokens)),
+            "same tokens": list(map(list.__eq__, result.tokens, plain.tokens)),
+            "steps": [count.steps or None for count in counts],
+            "drafted": [count.drafted for count in counts],
+            "accepted": [count.accepted for count in counts],
+            "first token ms": [round(1e3 * each[0], 3) if each else None for each in times],
+            "last token ms": [round(1e3 * each[-1], 3) if each else None for each in times],
+        }
+    return found
 
 
 def _number(value: float) -> float | None:

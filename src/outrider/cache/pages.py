@@ -90,7 +90,8 @@ class Cache:
     def register(self, table: BlockTable, tokens: Sequence[int], filled: int) -> None:
         """Index the full pages among the first `filled` positions, which every pool has written."""
         while self.prefix_caching and (len(table.nodes) + 1) * PAGE <= filled:
-            page, key = table.pages[len(table.nodes)], table.key(tokens)
+            page = table.pages[len(table.nodes)]
+            key = self.entry.get(page) or table.key(tokens)  # another table that holds the page may be first
             if key not in self.index:
                 self.last_node += 1
                 self.index[key] = (self.last_node, page)

@@ -41,13 +41,14 @@ ROPE = _table(
 )
 ROPE |= _table((Section(ROPE), "full_attention sliding_attention"))  # one per kind of layer
 
-_BITS, _GROUP = whole(1, 64), whole(-1, 1 << 24)
+_BITS, _GROUP, _BLOCK = whole(1, 64), whole(-1, 1 << 24), whole(1, 1 << 16)
 _WEIGHTS = _table((_BITS, "num_bits"), (_GROUP, "group_size"), (FLAG, "symmetric"), (NAME, "type strategy"))
 QUANTIZATION: Table = _table(
     (_BITS, "bits"),
     (_GROUP, "group_size"),
     (FLAG, "zero_point sym desc_act"),
-    (NAME, "quant_method version checkpoint_format format"),
+    (NAME, "quant_method version checkpoint_format format fmt"),
+    (each(_BLOCK, 2), "weight_block_size"),
     (Section({ANY: Section({"weights": Section(_WEIGHTS)})}), "config_groups"),
     (Section({}), "dynamic"),
 )
@@ -80,6 +81,10 @@ CONFIG = _TOKENS | _table(
     (SHARE, "partial_rotary_factor rotary_pct"),
     (SCALE, "logit_scale attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar"),
     (_DIMENSION, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
+    (whole(0, 1 << 24), "moe_intermediate_size"),
+    (LAYER_COUNT, "decoder_sparse_step"),
+    (each(whole(0, MOST_LAYERS), MOST_LAYERS), "mlp_only_layers"),
+    (FLAG, "norm_topk_prob"),
     (_DIMENSION, "num_labels"),
     (FLAG, "tie_word_embeddings is_encoder_decoder use_sliding_window attention_bias mlp_bias"),
     (NAME, "model_type hidden_act hidden_activation dtype torch_dtype transformers_version"),

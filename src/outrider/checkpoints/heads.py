@@ -19,6 +19,7 @@ from outrider.checkpoints.fields import HEAD
 from outrider.checkpoints.hub import HEADS, NOT_DOWNLOADED, download, on_hub
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
+from outrider.checkpoints.scaled import ScaledWeights, quantized
 from outrider.checkpoints.validate import check, read_json
 from outrider.checkpoints.weights import GivenWeights, Weights
 from outrider.core.quantized import QuantizedWeight
@@ -44,7 +45,7 @@ class Tensors(Protocol):
         """The tensor as `raw`, or the quantized weight if it is stored so."""
 
 
-def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedWeights:
+def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedWeights | ScaledWeights:
     """The tensors of a folder.
 
     A config may be a copy of the target's: then nothing is packed.  Unsupported quantization is not an error
@@ -55,7 +56,7 @@ def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedWei
     if not isinstance(quantization, dict):
         return weights
     try:
-        packed = PackedWeights(weights, Scheme.read(quantization))
+        packed = quantized(weights, Scheme.read(quantization))
     except ModelError:
         return weights
     return packed if packed.layer_of else weights

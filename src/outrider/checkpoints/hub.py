@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from os.path import exists, expanduser, isdir, isfile
 from pathlib import Path
@@ -21,10 +22,10 @@ from outrider.checkpoints.gguf import tokenizer as gguf_tokenizer
 from outrider.checkpoints.gguf.file import GgufFile, find_in_folder
 from outrider.checkpoints.gguf.weights import GgufWeights
 from outrider.checkpoints.grown import INNER, LAYERS, Grown, grown_config
-from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.plain_config import plain_config
 from outrider.checkpoints.plain_tokenizer import plain_tokenizer
+from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.spec import SAME_DECODER, Facts, Spec, lean
 from outrider.checkpoints.text_part import has_text_part, text_part
 from outrider.checkpoints.validate import read_json
@@ -60,7 +61,15 @@ def locate(name: str, revision: str | None = None) -> Path:
             f"there is no {kind} {name!r}.{nearest(name, BUILTIN)} Give a folder, a .gguf file, "
             f"a hub id (owner/name), or {' or '.join(BUILTIN)}."
         )
-    return download(name, revision)
+    if is_tagged(name):
+        return _download_gguf(name, revision)
+    folder = download(name, revision)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{name!r} on the hub has no config.json.  Of a repository of GGUF files give one, such as "
+            f"{name}:Q4_K_M."
+        )
+    return folder
 
 
 def _in_folder(name: str, folder: Path) -> Path:
@@ -77,13 +86,36 @@ def on_hub(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not exists(name)
 
 
+def is_tagged(name: str) -> bool:
+    """Whether a name is llama.cpp's owner/name:QUANTIZATION, a GGUF file on the hub."""
+    return ":" in name and on_hub(name)
+
+
+def _download_gguf(name: str, revision: str | None) -> Path:
+    """The file of this quantization, or the first one of its shards."""
+    repository, _, tag = name.partition(":")
+    spelled = dict.fromkeys((tag, tag.upper(), tag.lower()))
+    ends = [f"{text}{end}" for text in spelled for end in (".gguf", "-0*-of-*.gguf")]
+    patterns = [*ends, *(f"*[-._/]{end}" for end in ends)]
+    folder = _download(repository, revision, patterns, ["*mmproj*"])
+    files = sorted(folder.rglob("*.gguf"), key=lambda file: (len(file.name), file.name))
+    for file in files:
+        if any(fnmatchcase(file.relative_to(folder).as_posix(), pattern) for pattern in patterns):
+            return file
+    raise ModelError(f"{repository!r} has no GGUF file of the quantization {tag!r}.")
+
+
 def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -> Path:
     """The folder of a hub id in the hub's own cache.  `also`: patterns of files besides those of a model."""
+    return _download(name, revision, [*DOWNLOADED, *also], NOT_DOWNLOADED)
+
+
+def _download(name: str, revision: str | None, wanted: list[str], left: list[str]) -> Path:
+    """The folder of a hub id, with the files of some patterns and without those of others."""
     from huggingface_hub import snapshot_download
 
-    wanted: dict[str, Any] = {"allow_patterns": [*DOWNLOADED, *also], "ignore_patterns": NOT_DOWNLOADED}
     try:
-        return Path(snapshot_download(name, revision=revision, **wanted))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=left))
     except Exception as error:  # the hub raises a dozen kinds; the user needs one sentence
         raise ModelError(
             f"{name!r} is no local folder, and the hub did not give it: {first_line(error)}"
@@ -134,10 +166,12 @@ class Checkpoint:
     def grown(self, layers: int, inner: int) -> Checkpoint:
         """The same model at the cost of so many layers and an MLP of size `inner`.
 
-        Raises ConfigError if either is smaller, or if the lean decoder does not run the model.
+        Raises ConfigError if either is smaller, or if the model is not like Llama.
         """
         if not isinstance(self.spec, Spec):
             raise ConfigError(f"{self.name!r} cannot be grown: the lean decoder does not run it.")
+        if self.spec.only_on_cpu:
+            raise ConfigError(f"{self.name!r} cannot be grown: {self.spec.architecture} is not like Llama.")
         config, spec = grown_config(self.config, self.spec, layers, inner)
         return replace(self, config=config, spec=spec, small=self.spec)
 
@@ -189,15 +223,20 @@ class Checkpoint:
         data = norm.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
         return hashlib.blake2b(data, digest_size=8).hexdigest()
 
+    def last_norm(self) -> Tensor:
+        """What the norm before the head multiplies with, float32 [hidden]."""
+        weight = self.tensors().get("model.norm.weight", self.spec.hidden).float()
+        added = isinstance(self.spec, Spec) and self.spec.traits.unit_norms
+        return weight + 1.0 if added else weight
+
     def tensors(self) -> Source:
         if self.given is not None:
             return GivenWeights(self.given)
         if self.gguf is not None:
             assert isinstance(self.spec, Spec)
             return GgufWeights(self.gguf, self.spec)
-        weights: Source = open_weights(self.folder)
-        if self.scheme is not None:
-            weights = PackedWeights(weights, self.scheme)  # type: ignore[arg-type]
+        files = open_weights(self.folder)
+        weights: Source = files if self.scheme is None else quantized(files, self.scheme)
         return weights if self.small is None else Grown(weights, self.small)
 
 

@@ -7,12 +7,14 @@ a body that was saved without its head
     layers.0…                                                       ->  model.layers.0…
 EXAONE 3, a Llama with the names of GPT-2
     transformer.h.0.attn.attention.q_proj.weight                    ->  model.layers.0.self_attn.q_proj…
+Mixtral
+    model.layers.0.block_sparse_moe.experts.0.w1.weight             ->  model.layers.0.mlp.experts.0.gate…
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from outrider.errors import ModelError
@@ -21,6 +23,8 @@ BODY, HEAD = "model.", "lm_head."
 EMBEDDING = re.compile(r"(|.*\.)embed_tokens\.weight(_packed)?")
 ANY_HEAD = re.compile(r"(|.*\.)lm_head\.(weight|weight_packed|qweight)")
 GPT = re.compile(r"transformer\.h\.0\.mlp\.c_fc_0\.")  # of a gated MLP, which GPT-2 has not
+ROUTER = re.compile(r"\.(mlp|block_sparse_moe)\.gate\.weight$")  # of experts: never quantized here
+MIXTRAL = re.compile(r".*\.block_sparse_moe\.")
 LIKE_GPT = (
     (r"^transformer\.wte\.", "model.embed_tokens."),
     (r"^transformer\.h\.", "model.layers."),
@@ -32,6 +36,13 @@ LIKE_GPT = (
     (r"\.mlp\.c_fc_0\.", ".mlp.gate_proj."),
     (r"\.mlp\.c_fc_1\.", ".mlp.up_proj."),
     (r"\.mlp\.c_proj\.", ".mlp.down_proj."),
+)
+
+LIKE_MIXTRAL = (
+    (r"\.block_sparse_moe\.gate\.", ".mlp.gate."),
+    (r"\.block_sparse_moe\.experts\.(\d+)\.w1\.", r".mlp.experts.\1.gate_proj."),
+    (r"\.block_sparse_moe\.experts\.(\d+)\.w3\.", r".mlp.experts.\1.up_proj."),
+    (r"\.block_sparse_moe\.experts\.(\d+)\.w2\.", r".mlp.experts.\1.down_proj."),
 )
 
 
@@ -72,14 +83,16 @@ def own_names(names: Collection[str]) -> dict[str, str]:
     Raises ModelError for the files of two language models.
     """
     if any(map(GPT.match, names)):
-        return {_like_gpt(name): name for name in names}
+        return {_renamed(name, LIKE_GPT): name for name in names}
+    if any(map(MIXTRAL.match, names)):
+        return {_renamed(name, LIKE_MIXTRAL): name for name in names}
     prefixes = Prefixes.of(names)
     if prefixes == Prefixes():
         return {}
     return {own: name for name in names if (own := prefixes.own(name)) is not None}
 
 
-def _like_gpt(name: str) -> str:
-    for pattern, ours in LIKE_GPT:
+def _renamed(name: str, patterns: Sequence[tuple[str, str]]) -> str:
+    for pattern, ours in patterns:
         name = re.sub(pattern, ours, name)
     return name

@@ -11,9 +11,13 @@ from outrider.checkpoints.validate import check
 from outrider.errors import ModelError
 
 CURE = (
-    "load the unquantized checkpoint, or one in GGUF, AWQ (gemm), GPTQ "
-    "or compressed-tensors (pack-quantized)."
+    "load the unquantized checkpoint, or one in GGUF, AWQ (gemm), GPTQ, fp8 (e4m3) "
+    "or compressed-tensors (pack-, int- or float-quantized)."
 )
+
+
+MOST = 1 << 16  # rows or columns of a block
+VALUES = {"float-quantized": "float", "int-quantized": "int", "naive-quantized": "float"}
 
 
 class Size(NamedTuple):
@@ -27,14 +31,18 @@ class Size(NamedTuple):
 class Scheme:
     """Quantization of the layers of a checkpoint.
 
-    sizes: those that may occur.
+    sizes: those that may occur; none where weights are expanded.
     symmetric: zero points may be missing.  zero_shift: is added to a stored zero point.
+    scales: name of the scales beside weights that are not packed (scaled.py).  block: outputs and inputs
+    that share one; 0: not in blocks.
     """
 
     method: str
     sizes: frozenset[Size]
     symmetric: bool
     zero_shift: int = 0
+    scales: str = ""
+    block: tuple[int, int] = (0, 0)
 
     @staticmethod
     def of(config: Any) -> Scheme | None:
@@ -85,11 +93,8 @@ def _gptq(settings: dict[str, Any]) -> Scheme:
 def _compressed_tensors(settings: dict[str, Any]) -> Scheme:
     """Raise ModelError for other formats than pack-quantized, and for what it cannot hold."""
     format = settings.get("format")
-    if format != "pack-quantized":
-        raise ModelError(
-            f"the checkpoint is in the compressed-tensors format {format!r}, "
-            f"only 'pack-quantized' can be read: {CURE}"
-        )
+    if format not in ("pack-quantized", *VALUES):
+        raise ModelError(f"the checkpoint is in the compressed-tensors format {format!r}: {CURE}")
     if settings.get("transform_config"):
         raise ModelError(
             "the checkpoint's activations must be transformed (transform_config), which is not supported: "
@@ -101,9 +106,47 @@ def _compressed_tensors(settings: dict[str, Any]) -> Scheme:
             "the checkpoint's quantization_config has no config_groups, which state how its weights are "
             "packed."
         )
+    if format in VALUES:
+        return _scaled_groups(groups, VALUES[format])
     schemes = [_config_group(name, group or {}) for name, group in groups.items()]
     sizes = frozenset[Size]().union(*(scheme.sizes for scheme in schemes))
     return Scheme("compressed-tensors", sizes, all(scheme.symmetric for scheme in schemes))
+
+
+def _scaled_groups(groups: dict[str, Any], kind: str) -> Scheme:
+    """The scheme of weights beside their scales.  Quantized inputs are not asked for: ours are more exact."""
+    blocks = set[tuple[int, int]]()
+    for name, group in groups.items():
+        weights = (group or {}).get("weights") or {}
+        if weights.get("type", "int") != kind or weights.get("num_bits") != 8:
+            raise ModelError(f"the weights of {name} of config_groups are not in 8 bits of {kind}: {CURE}")
+        if weights.get("block_structure"):
+            blocks.add(_block(weights["block_structure"]))
+    if len(blocks) > 1:
+        raise ModelError(f"the checkpoint has blocks of several sizes, {sorted(blocks)}: {CURE}")
+    block = blocks.pop() if blocks else (0, 0)
+    sizes = frozenset({Size(8, 0)}) if kind == "int" else frozenset[Size]()
+    return Scheme("compressed-tensors", sizes, True, scales="weight_scale", block=block)
+
+
+def _fp8(settings: dict[str, Any]) -> Scheme:
+    if settings.get("fmt", "e4m3") != "e4m3":
+        raise ModelError(f"the checkpoint is in fp8 of the format {settings['fmt']!r}: {CURE}")
+    if (block := settings.get("weight_block_size")) is None:
+        return Scheme("fp8", frozenset(), True, scales="weight_scale")
+    return Scheme("fp8", frozenset(), True, scales="weight_scale_inv", block=_block(block))
+
+
+def _block(given: Any) -> tuple[int, int]:
+    """Outputs and inputs of a block, from a list, or from a text such as 128x128."""
+    sizes = given.split("x") if isinstance(given, str) else given
+    try:
+        height, width = map(int, sizes)
+    except (TypeError, ValueError):
+        height = width = 0
+    if not (0 < height <= MOST and 0 < width <= MOST):
+        raise ModelError(f"the blocks of a checkpoint in fp8 must have two sizes, got {given!r}.")
+    return height, width
 
 
 def _config_group(name: str, group: dict[str, Any]) -> Scheme:
@@ -135,4 +178,5 @@ READERS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
 }

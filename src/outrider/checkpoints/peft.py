@@ -148,6 +148,10 @@ def _part(config: Mapping[str, Any], module: str, tensors: dict[str, str], spec:
             f"{module} is layer {layer} of a model that has {spec.layers}: the adapter was made for "
             f"{config.get(BASE)!r}, which is not this model."
         )
+    if name in ("gate", "up", "down") and spec.experts is not None and spec.experts.layers[layer]:
+        raise ModelError(
+            f"{module} is not supported: this layer of {spec.architecture} has experts in place of an MLP."
+        )
     rank = _setting(config, "rank_pattern", module, config.get("r", 8))
     alpha = _setting(config, "alpha_pattern", module, config.get("lora_alpha", 8))
     RANK.check(rank, f"the rank of {module} (r, rank_pattern)", ModelError)

@@ -5,13 +5,23 @@ An unsupported model raises a ModelError with the reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoints.context import Context
-from outrider.checkpoints.fields import EPSILON, HEAD_COUNT, LAYER_COUNT, LENGTH, VOCABULARY, WIDTH, WINDOW
+from outrider.checkpoints.fields import (
+    EPSILON,
+    HEAD_COUNT,
+    LAYER_COUNT,
+    LENGTH,
+    POSITIVE,
+    VOCABULARY,
+    WIDTH,
+    WINDOW,
+)
 from outrider.checkpoints.plain_config import TYPES
-from outrider.core.limits import MAX_HEAD_DIM, check_attention
+from outrider.core.limits import MAX_EXPERTS, MAX_HEAD_DIM, check_attention
 from outrider.core.validate import Kind, whole
 from outrider.errors import ModelError
 
@@ -21,7 +31,14 @@ FAMILIES = {
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
     "MiMoForCausalLM": "MiMo-7B",
+    "Qwen3MoeForCausalLM": "Qwen3-MoE",
+    "MixtralForCausalLM": "Mixtral",
+    "GemmaForCausalLM": "Gemma 1",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3",
 }
+# whose queries and keys of every head are normalized
+QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
@@ -33,7 +50,9 @@ STATEFUL = (
     "falcon_mamba", "bamba", "nemotron_h", "kimi_linear", "zaya",
 )  # fmt: skip
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
+EXPERT_COUNT = whole(1, MAX_EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -72,10 +91,85 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Mixture of experts: a router chooses `chosen` of `count` MLPs for every row.
+
+    inner: width of each.  layers[i]: whether layer i has them, in place of one MLP.
+    normalized: whether the weights of a row's experts sum to 1, rather than those of all
+    """
+
+    count: int
+    chosen: int
+    inner: int
+    normalized: bool
+    layers: tuple[bool, ...]
+
+    @staticmethod
+    def of(config: Any, layers: int) -> Experts | None:
+        """None for a model without experts."""
+        if not (getattr(config, "num_local_experts", None) or 0):
+            return None
+        count = _size(config, "num_local_experts", EXPERT_COUNT)
+        chosen = _size(config, "num_experts_per_tok", whole(1, count))
+        if config.model_type == "mixtral":
+            return Experts(count, chosen, _size(config, "intermediate_size", INNER), True, (True,) * layers)
+        step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+        sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
+        inner = _size(config, "moe_intermediate_size", INNER)
+        return Experts(count, chosen, inner, bool(config.norm_topk_prob), tuple(sparse))
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a decoder computes otherwise than Llama.
+
+    gelu:            the gate of an MLP goes through GELU (by tanh) in place of SiLU
+    unit_norms:      norms multiply with 1 + weight
+    output_norms:    what attention and MLP add to the residual stream is normalized before
+    embedding_scale: factor of the embeddings
+    query_scalar:    attention scores are divided by its root; 0: by that of the head's dimensions
+    score_cap, logit_cap: soft caps of attention scores and of logits, or 0
+    ropes[i]:        key of layer i's set in rope_parameters; empty: there is one set for all
+    """
+
+    gelu: bool = False
+    unit_norms: bool = False
+    output_norms: bool = False
+    embedding_scale: float = 1.0
+    query_scalar: float = 0.0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    ropes: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(config: Any, kinds: Sequence[str]) -> Traits:
+        """kinds: of every layer, as in layer_types."""
+        if not config.model_type.startswith("gemma"):
+            return Traits()
+        scale = config.hidden_size**0.5
+        if config.model_type == "gemma":
+            return Traits(gelu=True, unit_norms=True, embedding_scale=scale)
+        POSITIVE.check(config.query_pre_attn_scalar, "query_pre_attn_scalar", ModelError)
+        nested = kinds[0] in config.rope_parameters
+        return Traits(
+            gelu=True,
+            unit_norms=True,
+            output_norms=True,
+            embedding_scale=scale,
+            query_scalar=config.query_pre_attn_scalar,
+            # Gemma 3 has the key, and no such cap
+            score_cap=(config.attn_logit_softcapping or 0.0) if config.model_type == "gemma2" else 0.0,
+            logit_cap=config.final_logit_softcapping or 0.0,
+            ropes=tuple(kinds) if nested else (),
+        )
+
+
+@dataclass(frozen=True)
 class Spec(Facts):
     """Sizes and flags for the lean decoder.
 
     windows[i]: sliding window of layer i in tokens, 0 for full attention.
+    experts: of the layers that have them; `inner` is the width of other MLPs
     """
 
     inner: int
@@ -84,6 +178,13 @@ class Spec(Facts):
     windows: tuple[int, ...]
     qk_norm: bool
     tied: bool
+    experts: Experts | None = None
+    traits: Traits = Traits()
+
+    @property
+    def only_on_cpu(self) -> bool:
+        """Whether GPUs have no kernels for something in it."""
+        return self.experts is not None or self.traits != Traits()
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:
@@ -104,8 +205,10 @@ class Spec(Facts):
             heads=heads,
             eps=_size(config, "rms_norm_eps", EPSILON),
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
-            qk_norm=name == "Qwen3ForCausalLM",
+            qk_norm=name in QK_NORMED,
             tied=bool(config.tie_word_embeddings),
+            experts=Experts.of(config, facts.layers),
+            traits=Traits.of(config, kinds),
         )
 
 
@@ -158,11 +261,13 @@ def lean(config: Any) -> bool:
     """Whether the lean decoder supports this model; otherwise the fallback runs transformers' own code."""
     heads = _size(config, "num_attention_heads", HEAD_COUNT)
     width = largest(config, "head_dim") or _size(config, "hidden_size", WIDTH) // heads
-    return (
-        architecture(config) in FAMILIES
-        and getattr(config, "hidden_act", "silu") == "silu"
-        and width <= MAX_HEAD_DIM
-    )
+    name = architecture(config)
+    if name not in FAMILIES or width > MAX_HEAD_DIM:
+        return False
+    if not config.model_type.startswith("gemma"):
+        return bool(getattr(config, "hidden_act", "silu") == "silu")
+    act = config.hidden_act if config.model_type == "gemma" else config.hidden_activation
+    return act in GELU and not getattr(config, "use_bidirectional_attention", False)
 
 
 def refuse(config: Any) -> None:

@@ -119,6 +119,8 @@ class Weights:
             raise ModelError(f"{name} has shape {tuple(tensor.shape)}, the config asks for {shape}.")
         if not tensor.is_floating_point():
             raise ModelError(f"{name} is {tensor.dtype}; only floating-point weights are supported.")
+        if tensor.dtype.itemsize < 2:
+            raise ModelError(f"{name} is {tensor.dtype}, without scales that the config names.")
         return tensor.detach()
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor:

@@ -5,6 +5,7 @@ One file a command; `flags.py` has what they share.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
@@ -23,21 +24,14 @@ from outrider.cli.estimate import estimate
 from outrider.cli.export import export
 from outrider.cli.flags import CONTEXT
 from outrider.cli.generate import generate
+from outrider.cli.llama_cpp import translated
 from outrider.cli.models import models
 from outrider.cli.quantize import quantize
 from outrider.cli.serve import serve
 from outrider.cli.train import train
 from outrider.cli.verify import verify
-from outrider.errors import ConfigError, OutriderError, is_full, write_fault
+from outrider.errors import OutriderError, is_full, write_fault
 from outrider.version import VERSION
-
-TOKEN = ("-hft", "--hf-token")
-HUB = {  # flags of llama.cpp -> what to do instead
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "give the hub id with -m"),
-    **dict.fromkeys(("-hfd", "-hfrd", "--hf-repo-draft"), "give the hub id with -md"),
-    **dict.fromkeys(("-hff", "--hf-file", "-mu", "--model-url"), "download the file and give it with -m"),
-    **dict.fromkeys(TOKEN, "set the environment variable HF_TOKEN"),
-}
 
 # Some versions of typer contain a copy of click; others use click itself.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -86,6 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Exit status: 0; 1 if a check failed; 2 for a usage error, with one line on standard error; 130
     for Ctrl-C.
     """
+    prepare_streams()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     given = sys.argv[1:] if arguments is None else arguments
     # INFO: reports the compilation of the kernels, which takes seconds
@@ -95,7 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         wrap(app)
     try:
-        status = app(completed(given), prog_name="outrider", standalone_mode=False)
+        status = app(translated(given), prog_name="outrider", standalone_mode=False)
         sys.stdout.flush()
     except OutriderError as error:
         fail(str(error), error)
@@ -114,24 +109,19 @@ def main(arguments: list[str] | None = None) -> None:
     raise SystemExit(status if isinstance(status, int) else 0)
 
 
+def prepare_streams() -> None:
+    """Open standard streams that are closed, and print "?" for a character that an encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  for good
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
 def drop_output() -> None:
     """Discard what is not printed yet: it would fail again at the end of the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def completed(words: list[str]) -> list[str]:
-    """Insert the value of -fa, which older versions of llama.cpp do not require.
-
-    Raises ConfigError for llama.cpp's -hf, -hff …, which would be read as -h -f and print the help.  `serve`
-    has a refusal of its own.
-    """
-    made: list[str] = []
-    for word, after in zip(words, [*words[1:], ""]):
-        if word in HUB and words[0] != "serve":
-            given = word if word in TOKEN else f"{word} {after}".strip()  # a token is not printed
-            raise ConfigError(f"{given} is not known: {HUB[word]}.")
-        made += [word, "on"] if word == "-fa" and after not in ("on", "off", "auto", "0", "1") else [word]
-    return made
 
 
 def usage(error: Exception, given: list[str]) -> NoReturn:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from typer import Option
 
 from outrider.cli.flags import BUILTIN, MODEL_DRAFT, TEMPERATURE, Given, load
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from outrider.bench.measure import Prompts
@@ -47,6 +47,19 @@ def named(engine: Given, model: str | None) -> Given:
     given = engine.get("model")
     chosen = given if model == given else one_of("model", model, given)
     return {**engine, "model": BUILTIN if chosen is None else chosen}
+
+
+def readable(text: str, where: str) -> str:
+    """The text.  Raises RequestError for bytes that are not UTF-8, which Python reads as lone surrogates."""
+    for character in text:
+        if "\udc80" <= character <= "\udcff":
+            raise RequestError(f"{where} is not UTF-8 text: byte {ord(character) - 0xDC00:#x}.")
+    return text
+
+
+def undecodable(where: str, error: UnicodeDecodeError) -> str:
+    """The message for a text that Python could not decode."""
+    return f"{where} is not UTF-8 text: byte {error.object[error.start]:#x}."
 
 
 def check_folder(out: Path, what: str) -> None:

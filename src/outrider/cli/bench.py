@@ -94,7 +94,7 @@ def bench(
         settings = {"batch size": batch_size, **measured, "repeats": repeats, "raw": raw}
         record(sink, llm, {**about, "settings": settings, "configs": configs}, results)
     if plot is not None and results[0].runs:
-        draw(results, plot)
+        draw(results, plot, f"{engine['model']}, batch {batch_size}, {described(params)}")
     if llm.engine.exact and any(result.differs(results[0]) for result in results):
         raise typer.Exit(1)
 
@@ -112,10 +112,11 @@ def _check_drawn(plot: Path, methods: bool) -> None:
 
 def record(sink: IO[str], llm: LLM, about: dict[str, Any], results: Sequence[Measured]) -> None:
     from outrider.bench.conditions import conditions
-    from outrider.bench.report import figures
+    from outrider.bench.report import figures, requests
 
-    measured = figures(results) if results[0].runs else {}
-    line = {"conditions": conditions(), "model": llm.engine.options.model, **about, "results": measured}
+    ran = bool(results[0].runs)
+    line = {"conditions": conditions(), "model": llm.engine.options.model, **about}
+    line |= {"results": figures(results) if ran else {}, "requests": requests(results) if ran else {}}
     print_line(line, sink)
 
 
@@ -217,16 +218,27 @@ def ran(results: Sequence[Measured]) -> list[Measured]:
     return [result for result in results if not result.stopped]
 
 
-def draw(results: Sequence[Measured], out: Path) -> None:
+def described(params: SamplingParams) -> str:
+    """How the answers were sampled, for a title."""
+    how = f"T = {params.temperature:g}, seed {params.seed}" if params.temperature else "greedy"
+    return f"{how}, at most {params.max_tokens} tokens"
+
+
+def draw(results: Sequence[Measured], out: Path, settings: str) -> None:
     """Write the speed-ups of our methods, and of other engines, as a picture."""
-    from outrider.bench.measure import ALL
+    from outrider.bench.conditions import conditions
     from outrider.bench.plot import speed_ups as panels
     from outrider.bench.report import speed_ups
 
     plain = results[0]
     rounds, prompts = len(plain.runs[0].turns), len(plain.answers)
-    title = f"speed-up over {plain.method}, {prompts} prompts: median and range of {rounds} rounds"
-    panels(speed_ups(ran(results)), [*plain.kinds, ALL], title, out)
+    machine, spread = conditions(), "one round" if rounds == 1 else f"median and range of {rounds} rounds"
+    title = (
+        f"speed-up over {plain.method}, {prompts} prompts: {spread}\n"
+        f"{settings}; {machine.get('gpu') or machine['cpu']}, {machine['threads']} threads\n"
+        "blue: faster in every round; orange: slower; grey: neither"
+    )
+    panels(speed_ups(ran(results)), plain.tasks, title, out)
 
 
 def opened(out: str | None) -> IO[str] | None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from outrider.cli.flags import Given, load, shared
+from outrider.cli.arguments import readable, undecodable
+from outrider.cli.flags import Given, load, note, shared
 from outrider.cli.generate import print_answer
 from outrider.cli.speculation import AUTO, config_of
 from outrider.core.validate import text_of
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from outrider.llm import LLM
     from outrider.outputs import RequestOutput
 
-HELP = """/stats         acceptance, speed and prefix cache hits so far
+HELP = """A line that ends in \\ goes on in the next one.
+/stats         acceptance, speed and prefix cache hits so far
 /system TEXT   set the system message (without TEXT: none) and restart
 /reset         clear the conversation
 /help          this list
 /exit          leave (or Ctrl-D); Ctrl-C ends an answer"""
+ROOM = 4  # 1 / ROOM of the context at least is left for an answer, if it may be so long
 
 
 @shared
@@ -51,12 +54,12 @@ def chat(
     interactive = sys.stdin.isatty()
     if interactive:
         typer.echo("Type a message; /help lists the commands.", err=True)
-    for line in lines(interactive):
-        if line.startswith("/"):
-            if not command(talk, line):
+    for message in messages(interactive):
+        if message.startswith("/"):
+            if not command(talk, message):
                 break
-        elif line.strip():
-            answer(talk, line, interactive)
+        elif message.strip():
+            answer(talk, message, interactive)
 
 
 class Talk:
@@ -89,6 +92,26 @@ class Talk:
             "chat_template": self.template,
         }
 
+    def shorten(self, question: str) -> int:
+        """Leave out the oldest turns if the question after them leaves too little room for an answer.
+
+        Then half of the context is freed: what is left stays in the prefix cache for some turns.  Returns the
+        number of turns that were left out.
+        """
+        context, first = self.llm.engine.max_len, 1 if self.system else 0
+        wanted = min(context // ROOM, self.params.max_tokens or context)
+        before, most = len(self.history), context - wanted
+        while len(self.history) > first and self._length(question) > most:
+            del self.history[first : first + 2]
+            most = min(most, context // 2)
+        return (before - len(self.history)) // 2
+
+    def _length(self, question: str) -> int:
+        """Tokens of the prompt."""
+        from outrider.engine.chat_template import render
+
+        return len(render(self.llm.tokenizer, self.asked(question))["prompt_token_ids"])
+
     def add(self, question: str, output: RequestOutput) -> None:
         self.history += [
             {"role": "user", "content": question},
@@ -116,6 +139,9 @@ class Talk:
 def answer(talk: Talk, question: str, interactive: bool) -> None:
     """One turn.  After Ctrl-C an interactive conversation keeps the partial answer; a piped one ends."""
     try:
+        if left_out := talk.shorten(question):
+            turns = "oldest turn is" if left_out == 1 else f"{left_out} oldest turns are"
+            note(f"the {turns} left out: the context holds {talk.llm.engine.max_len} tokens.")
         output, interrupted = print_answer(talk.llm, talk.asked(question), talk.params)
     except RequestError as error:
         if not interactive:
@@ -148,19 +174,50 @@ def command(talk: Talk, line: str) -> bool:
     return True
 
 
-def lines(interactive: bool) -> Iterator[str]:
-    """Typed lines, or the lines of standard input."""
-    if not interactive:
-        yield from (line.rstrip("\n") for line in sys.stdin)
-        return
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  history and editing, where the platform has it
+def messages(interactive: bool) -> Iterator[str]:
+    """Typed messages, or those of standard input.  A backslash at the end of a line joins the next one.
+
+    Ctrl-C discards what is being typed; raises KeyboardInterrupt for a second one that follows.
+    """
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  history and editing, where the platform has it
+    given = typed() if interactive else piped()
+    parts: list[str] = []
+    for line in given:
+        parts = [] if line is None else [*parts, line]
+        if line is not None and not line.endswith("\\"):
+            yield "\n".join([part[:-1] for part in parts[:-1]] + [line])
+            parts = []
+    if parts:
+        yield "\n".join(part[:-1] for part in parts)
+
+
+def piped() -> Iterator[str | None]:
+    """The lines of standard input.  Raises RequestError if they are not UTF-8."""
+    try:
+        for line in sys.stdin:
+            yield readable(line.rstrip("\n"), "standard input")
+    except UnicodeDecodeError as error:
+        raise RequestError(undecodable("standard input", error)) from error
+
+
+def typed() -> Iterator[str | None]:
+    """Typed lines until Ctrl-D; None for Ctrl-C, and KeyboardInterrupt for two of them in turn."""
+    interrupted = False
     while True:
         try:
             line = input("> ")
-        except (EOFError, KeyboardInterrupt) as left:
+        except EOFError:
             typer.echo()  # after the prompt, and what the terminal shows of the key
-            if isinstance(left, EOFError):
-                return
-            raise
-        yield line
+            return
+        except KeyboardInterrupt:
+            typer.echo()
+            if interrupted:
+                raise
+            interrupted = True
+            typer.echo("Ctrl-D, /exit or a second Ctrl-C leaves.", err=True)
+            yield None
+        else:
+            interrupted = False
+            yield line

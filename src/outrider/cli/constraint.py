@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.cli.flags import GROUPS, Flag, Given
+from outrider.cli.flag import Flag
+from outrider.cli.flags import GROUPS, Given
 from outrider.core.validate import text_of
 from outrider.errors import RequestError
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from outrider.cli.flag import Flag
+from outrider.cli.llama_cpp import IGNORED, IGNORED_BY_ONE
 from outrider.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ CONTEXT = {
     "help_option_names": ["-h", "--help"],
     "token_normalize_func": lambda name: name.replace("_", "-"),  # --top_k is --top-k
 }
-METAVARS = {int: "N", float: "X", str: "TEXT"}
 Given = dict[str, Any]  # field -> value, for the flags of one group that were given
 
 MODEL = ("--model", "-m")
@@ -49,50 +48,6 @@ PROMPTS_HELP = (
     "default: built-in prompts."
 )
 RAW_HELP = "Do not apply the chat template to the prompts."
-
-
-@dataclass(frozen=True)
-class Flag:
-    """An option of a command.
-
-    field: what it sets in its group.  names: on the command line, the first one is long.
-    read: typed value -> value of the field.  variable: of the environment, for a value that is not given.
-    """
-
-    field: str
-    kind: Any
-    names: str
-    help: str
-    default: Any = None
-    read: Callable[[Any], Any] = lambda value: value
-    hidden: bool = False
-    variable: str | None = None
-
-    @property
-    def word(self) -> str:
-        """The name of the Python parameter."""
-        return re.split("[ /]", self.names)[0].lstrip("-").replace("-", "_")
-
-    def parameter(self, panel: str) -> inspect.Parameter:
-        kinds = (*get_args(self.kind), self.kind)
-        metavar = next((METAVARS[kind] for kind in kinds if kind in METAVARS), None)
-        option = typer.Option(
-            *self.names.split(),
-            help=self.help,
-            rich_help_panel=panel,
-            metavar=metavar,
-            show_default=self.default not in (None, []),
-            hidden=self.hidden,
-            envvar=self.variable,
-            show_envvar=False,
-        )
-        kind = self.kind if self.default is not None else self.kind | None
-        return inspect.Parameter(
-            self.word,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=self.default,
-            annotation=Annotated[kind, option],
-        )
 
 
 def _unless_negative(value: int) -> int | None:
@@ -135,7 +90,8 @@ ENGINE = (
     Flag("tokenizer", str, "--tokenizer", "Folder or hub id of the tokenizer, if the model has none."),
     Flag("revision", str, "--revision", "Branch, tag or commit on the hub."),
     Flag("trust_remote_code", bool, "--trust-remote-code", "Run the code that the checkpoint brings.", False),
-    Flag("threads", int, "--threads -t", "CPU threads; default: OMP_NUM_THREADS, or one per core."),
+    Flag("threads", int, "--threads -t", "CPU threads; -1 (default): OMP_NUM_THREADS, or one per core.",
+         read=_unless_negative),
 )  # fmt: skip
 DEPTH = "num_speculative_tokens"
 SPECULATION = (
@@ -171,36 +127,6 @@ SAMPLING = (
          read=lambda texts: texts or None),
 )  # fmt: skip
 
-_ONE_POOL = "drafts run on the threads of -t"
-_KV = "K/V has one type for keys, values and the draft: use --kv-cache-dtype"
-STEP = "the engine sizes its steps itself"
-MEMORY = "weights are read from the file once and stay in memory"
-_LOOK = "the terminal is left as it is"
-_LLAMA_CPP = (  # of llama.cpp, without effect here; the help is the reason, and is not shown in --help
-    Flag("", str, "--threads-draft -td --spec-draft-threads", _ONE_POOL),
-    Flag("", str, "--threads-batch -tb", "prompts are computed on the threads of -t"),
-    Flag("", str, "--threads-batch-draft -tbd", _ONE_POOL),
-    Flag("", str, "--ctx-size-draft -cd", "the draft sees what the target sees; draft_kv_budget narrows it"),
-    Flag("", str, "--draft-min --draft-n-min --spec-draft-n-min", "a draft of any length is verified"),
-    Flag("", str, "--draft-p-split --spec-draft-p-split", "siblings in speculative_config makes trees"),
-    Flag("", str, "--cache-type-k -ctk", _KV),
-    Flag("", str, "--cache-type-v -ctv", _KV),
-    Flag("", str, "--cache-type-k-draft -ctkd --spec-draft-type-k", _KV),
-    Flag("", str, "--cache-type-v-draft -ctvd --spec-draft-type-v", _KV),
-    Flag("", str, "--batch-size -b", STEP),
-    Flag("", str, "--ubatch-size -ub", STEP),
-    Flag("", str, "--flash-attn -fa", "attention has one form here"),
-    Flag("", str, "--repeat-last-n", "penalties look at the whole text"),
-    Flag("", str, "--keep", "the text ends where the context is full"),
-    Flag("", bool, "--mlock", MEMORY, False),
-    Flag("", bool, "--no-mmap", MEMORY, False),
-    Flag("", bool, "--color", _LOOK, False),
-    Flag("", bool, "--log-disable", _LOOK, False),
-    Flag("", bool, "--no-warmup", "nothing is computed before the prompt", False),
-    Flag("", bool, "--jinja", "chat templates are always rendered by Jinja", False),
-    Flag("", bool, "--no-conversation -no-cnv", "generate continues a text, chat talks", False),
-)  # fmt: skip
-LLAMA_CPP = tuple(replace(flag, hidden=True) for flag in _LLAMA_CPP)
 ASKED = (Flag("file", Path, _names(*PROMPTS), PROMPTS_HELP), Flag("raw", bool, _names(*RAW), RAW_HELP, False))
 COMPARED = (
     Flag("methods", list[str], "--method",
@@ -240,7 +166,7 @@ def shared(function: Callable[..., None]) -> Callable[..., None]:
     """
     signature = inspect.signature(function, eval_str=True)
     mine = {name: group for name, (group, _) in GROUPS.items() if name in signature.parameters}
-    ignored = LLAMA_CPP if "sampling" in mine else ()
+    ignored = (*IGNORED, *IGNORED_BY_ONE) if "sampling" in mine else ()
     parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name not in mine]
     for name, group in mine.items():
         parameters += [flag.parameter(GROUPS[name][1]) for flag in group]

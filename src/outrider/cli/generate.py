@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from outrider.cli.arguments import one_of
+from outrider.cli.arguments import one_of, readable, undecodable
 from outrider.cli.constraint import structured
 from outrider.cli.flags import Given, load, shared
 from outrider.cli.speculation import AUTO, config_of
@@ -84,12 +84,16 @@ def read_prompt(prompt: str | None, file: str | None, escape: bool) -> str:
     if (prompt is None) == (file is None):
         raise RequestError("give the prompt either as TEXT, with -p TEXT or with -f FILE.")
     if file is not None:
+        where = "standard input" if file == "-" else f"the prompt file {file!r}"
         try:
             prompt = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"the prompt file {file!r} cannot be read: {error}") from error
-        prompt = prompt.removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise RequestError(undecodable(where, error)) from error
+        except OSError as error:
+            raise RequestError(f"{where} cannot be read: {error}") from error
+        prompt = readable(prompt.removesuffix("\n"), where)
     assert prompt is not None
+    prompt = readable(prompt, "the prompt")
     return unescaped(prompt) if escape else prompt
 
 

@@ -18,11 +18,11 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.main import get_command
 
+from outrider.cli.flag import Flag
 from outrider.cli.flags import (
     CONTEXT,
     MODEL_HELP,
     SPECULATION,
-    Flag,
     layers,
     note_ignored,
     values_of,
@@ -60,7 +60,9 @@ def serve(context: typer.Context) -> None:
     """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
     app.command()(command())
-    options = {name for each in get_command(app).params for name in (*each.opts, *each.secondary_opts)}
+    options = {
+        name: each.opts[0] for each in get_command(app).params for name in (*each.opts, *each.secondary_opts)
+    }
     words = sized(nested(configured(context.args, options), OBJECTS))
     app(repeated(words, SEVERAL), prog_name="outrider serve", standalone_mode=False)
 

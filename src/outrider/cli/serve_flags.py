@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from outrider.cli import vllm
-from outrider.cli.flags import LLAMA_CPP, MEMORY, STEP, Flag
+from outrider.cli import llama_cpp, vllm
+from outrider.cli.flag import Flag
+from outrider.cli.llama_cpp import MEMORY, STEP
 
 ALIASES = {  # field -> further names of its option
     "model": "-m",
@@ -66,12 +67,9 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--use-v2-block-manager", _KV, False),
     Flag("", bool, "--disable-hybrid-kv-cache-manager", _KV, False),
     Flag("", str, "--prefix-caching-hash-algo", _KV),
-    Flag("", bool, "--kv-unified -kvu --no-kv-unified -no-kvu", _KV, False),
     Flag("", str, "--cache-ram -cram", _KV),
     Flag("", str, "--cache-reuse", "only the beginning of a prompt is reused"),
     Flag("", str, "--ctx-checkpoints --swa-checkpoints -ctxcp", _KV),
-    Flag("", bool, "--swa-full", _KV, False),
-    Flag("", str, "--defrag-thold -dt", _KV),
     Flag("", str, "--slot-prompt-similarity -sps", _KV),
     Flag("", str, "--scheduling-policy", "the field priority of a request always counts"),
     Flag("", str, "--distributed-executor-backend", "every rank is a process"),
@@ -87,7 +85,6 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", str, "--max-parallel-loading-workers", MEMORY),
     Flag("", bool, "--use-tqdm-on-load --no-use-tqdm-on-load", MEMORY, False),
     Flag("", bool, "--mmap", MEMORY, False),
-    Flag("", bool, "--check-tensors", MEMORY, False),
     Flag("", str, "--tokenizer-mode", _FILES),
     Flag("", str, "--task", _TEXT),
     Flag("", str, "--runner", _TEXT),
@@ -107,8 +104,6 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", str, "--log-colors", _LOG),
     Flag("", bool, "--log-prefix --no-log-prefix", _LOG, False),
     Flag("", bool, "--log-timestamps --no-log-timestamps", _LOG, False),
-    Flag("", bool, "--verbose -v --log-verbose", _LOG, False),
-    Flag("", str, "--verbosity -lv --log-verbosity", _LOG),
     Flag("", str, "--uvicorn-log-level", "uvicorn's warnings are in the log"),
     Flag("", bool, "--disable-frontend-multiprocessing", _HTTP, False),
     Flag("", str, "--api-server-count", _HTTP),
@@ -131,20 +126,14 @@ _IGNORED = (  # without effect here; the help is the reason
     Flag("", bool, "--enable-prompt-tokens-details", "usage always has them", False),
     Flag("", bool, "--no-webui --no-ui --webui --ui", "the page at / is always served", False),
     Flag("", bool, "--enable-reasoning", "--reasoning-parser does it", False),
-    Flag("", str, "--prio", _SYSTEM),
-    Flag("", str, "--poll", _SYSTEM),
-    Flag("", str, "--numa", _SYSTEM),
     Flag("", str, "--cpu-mask -C", _SYSTEM),
     Flag("", str, "--cpu-range -Cr", _SYSTEM),
     Flag("", str, "--cpu-strict", _SYSTEM),
-    Flag("", bool, "--kv-offload -kvo", "K/V is on the device of its layer", False),
     Flag("", bool, "--metrics", "/metrics is always served", False),
     Flag("", bool, "--slots --no-slots", "/metrics has the number of running requests", False),
-    Flag("", bool, "--no-context-shift", "the text ends where the context is full", False),
-    Flag("", bool, "--cont-batching -cb", "requests always share steps", False),
     Flag("", str, "--threads-http", _HTTP),
 )  # fmt: skip
-IGNORED = (*(replace(flag, hidden=True) for flag in _IGNORED), *vllm.IGNORED, *LLAMA_CPP)
+IGNORED = (*(replace(flag, hidden=True) for flag in _IGNORED), *vllm.IGNORED, *llama_cpp.IGNORED)
 
 NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
 _REQUEST = "use --override-generation-config, such as '{\"temperature\": 0.6}', or give it in the requests"
@@ -210,8 +199,6 @@ _REFUSED = (  # what would be missed; the help is the cure
     Flag("", str, "--download-dir", "set the environment variable HF_HOME"),
     Flag("", str, "--hf-token -hft", "set the environment variable HF_TOKEN"),
     Flag("", bool, "--offline", "set the environment variable HF_HUB_OFFLINE=1", False),
-    Flag("", str, "--hf-repo -hf -hfr", "give the hub id as MODEL"),
-    Flag("", str, "--hf-repo-draft -hfd -hfrd", "give the hub id as --model-draft"),
     Flag("", str, "--hf-file -hff", _FILE),
     Flag("", str, "--model-url -mu", _FILE),
     Flag("", str, "--models-dir", "start a server for each model"),

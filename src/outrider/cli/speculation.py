@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from outrider.cli.flags import DEPTH, SPECULATION, Flag, Given
+from outrider.cli.flag import Flag
+from outrider.cli.flags import DEPTH, SPECULATION, Given
 from outrider.core.validate import kinds_of, text_of
 from outrider.errors import ConfigError
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from typer import Option
 
 from outrider.cli.arguments import check_folder, named
-from outrider.cli.flags import GROUPS, OUT, SEED, Flag, Given, checkpoint_of, load, shared
+from outrider.cli.flag import Flag
+from outrider.cli.flags import GROUPS, OUT, SEED, Given, checkpoint_of, load, shared
 from outrider.cli.speculation import parsed
 
 GROUPS["training"] = (

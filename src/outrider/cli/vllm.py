@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from outrider.cli.flags import STEP, Flag
+from outrider.cli.flag import Flag
+from outrider.cli.llama_cpp import STEP
 from outrider.core.validate import text_of
 from outrider.errors import ConfigError, first_line
 
@@ -122,10 +123,10 @@ UNITS = {
 }
 
 
-def configured(words: Sequence[str], options: Container[str]) -> list[str]:
+def configured(words: Sequence[str], options: Mapping[str, str]) -> list[str]:
     """Arguments with those of the YAML file of `--config FILE` before them, so that they override these.
 
-    options: names of all options, with those that switch one off.
+    options: names of all options, with those that switch one off -> the first name of the same option.
     Raises ConfigError for a file that cannot be read, and for one without options.
     """
     rest, files = list[str](), list[str]()
@@ -139,11 +140,15 @@ def configured(words: Sequence[str], options: Container[str]) -> list[str]:
         else:
             rest.append(word)
     model = rest[:1] if rest and not rest[0].startswith("-") else []
+    named = {options.get(word.partition("=")[0].replace("_", "-")) for word in rest} - {None}
     made: list[str] = []
     for file in files:
         for key, value in _entries(file).items():
-            if not (model and key == "model"):  # that of the command line counts
-                made += _option(f"--{key}".replace("_", "-"), value, options)
+            name = f"--{key}".replace("_", "-")
+            # a list is replaced as a whole, an object by its keys
+            overridden = options.get(name) in named and not isinstance(value, dict)
+            if not (overridden or (model and key == "model")):
+                made += _option(name, value, options)
     return [*model, *made, *rest[len(model) :]]
 
 

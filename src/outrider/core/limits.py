@@ -5,6 +5,7 @@ from __future__ import annotations
 from outrider.errors import ModelError
 
 MAX_HEAD_DIM = 512  # dimensions of an attention head; the C kernels are compiled with it
+MAX_EXPERTS = 1024  # of a layer, as in experts.h
 
 
 def check_attention(where: str, heads: int, kv_heads: int, head_dim: int, rotated: int = 0) -> None:

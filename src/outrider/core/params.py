@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,10 @@ ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
 COLDEST, HOTTEST = 1e-20, 1e20
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
 LARGEST = sys.float_info.max
+PLAIN = (int, float, bool, NoneType)  # types of most values
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors", "prediction")
+# parameters of which a value of these types may be kept in another form, or refused
+FORMED = {*LISTS, "top_k", "seed", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
 
 _BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
 _FORMS = "Use 'structured_outputs', a dict with json, regex, choice, grammar, json_object or structural_tag."
@@ -178,12 +182,15 @@ class SamplingParams:
                 "sampling parameters must be named, such as SamplingParams(temperature=0.8, top_p=0.95): got "
                 f"{', '.join(map(shortened, unnamed))} without a name."
             )
-        names = [each.name for each in fields(SamplingParams)]
-        refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
+        if not NAMES.issuperset(given):
+            names = [each.name for each in fields(SamplingParams)]
+            refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
         for name, value in given.items():  # the defaults are attributes of the class
-            with about(name):
-                object.__setattr__(self, name, _normal(name, value))
-        check_fields(self, error=RequestError)
+            if type(value) not in PLAIN or name in FORMED:
+                with about(name):
+                    value = _normal(name, value)
+            object.__setattr__(self, name, value)
+        check_fields(self, RequestError, given)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             got = shortened(self.min_tokens)
             text = f"min_tokens must be at most max_tokens ({self.max_tokens}), got {got}."
@@ -199,6 +206,9 @@ class SamplingParams:
         return DistributionParams(
             float(temperature), float(self.min_p), min(self.top_k, ALL), float(self.top_p)
         )
+
+
+NAMES = frozenset(each.name for each in fields(SamplingParams))
 
 
 def to_int(value: Any) -> int | None:

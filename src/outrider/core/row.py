@@ -234,7 +234,12 @@ class Row:
         return self.tokens[self.prompt :]
 
     def undo(self) -> None:
-        """Drop the tokens of a step that was not completed: those without an entry in `arrivals`."""
+        """Drop the tokens of a step that was not completed: those without an entry in `arrivals`.
+
+        Drop its error, too, unless it has ended the row: the step that repeats it raises it again.
+        """
+        if self.finish_reason is None:
+            self.error = None
         del self.sources[len(self.arrivals) :]
         if len(self.output) > len(self.arrivals):
             del self.tokens[self.prompt + len(self.arrivals) :]
@@ -245,8 +250,10 @@ class Row:
 
     @property
     def stats(self) -> Speculation:
-        emitted, longest = len(self.tokens) - self.prompt, max(self.accepted_lengths, default=-1)
-        lengths = tuple(self.accepted_lengths[length] for length in range(longest + 1))
+        emitted, lengths = len(self.tokens) - self.prompt, tuple[int, ...]()
+        if self.accepted_lengths:
+            longest = max(self.accepted_lengths)
+            lengths = tuple(self.accepted_lengths[length] for length in range(longest + 1))
         return Speculation(self.steps, self.drafted, self.accepted, emitted, self.lossless, lengths)
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -147,10 +147,16 @@ def _kind_in(hint: Any) -> Kind | None:
     return next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, Kind)), None)
 
 
-def check_fields(options: Any, error: type[OutriderError] = ConfigError) -> None:
-    """Check the attributes of `options` that have a kind.  Raises `error` naming a bad one."""
+def check_fields(
+    options: Any, error: type[OutriderError] = ConfigError, given: Collection[str] | None = None
+) -> None:
+    """Check the attributes of `options` that have a kind.  Raises `error` naming a bad one.
+
+    given: only these, where the others are defaults.
+    """
     for name, kind in kinds_of(options.__class__).items():
-        kind.check(getattr(options, name), name, error)
+        if given is None or name in given:
+            kind.check(getattr(options, name), name, error)
 
 
 def path_text(value: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from outrider.checkpoints.heads import Head, builtin
-from outrider.checkpoints.hub import BUILTIN, on_hub
+from outrider.checkpoints.hub import BUILTIN, is_tagged, on_hub
 from outrider.core.registry import classes
 from outrider.drafting.base import Drafter, TextDrafter
 from outrider.drafting.view import SELF
@@ -93,7 +93,7 @@ def detect(model: str, revision: str | None = None) -> str:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or a hub id, got {model!r}.")
     folder = Path(expanduser(model))
-    if model in (SELF, *BUILTIN) or folder.suffix == ".gguf" or _only_gguf(folder):
+    if model in (SELF, *BUILTIN) or folder.suffix == ".gguf" or is_tagged(model) or _only_gguf(folder):
         return PLAIN_MODEL
     if model not in builtin() and not isdir(folder) and not on_hub(model):
         raise _unknown(model)

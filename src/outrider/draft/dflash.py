@@ -16,7 +16,8 @@ from outrider.heads.blocks import BlockDrafter, BlockOptions
 from outrider.heads.layouts import flat
 
 TYPE = "dflash"
-CORRECTED = re.compile("markov|confidence_head|prefix_gru|embed_proj")  # in names of other methods' tensors
+# in names of other methods' tensors
+OTHERS = re.compile(r"markov|confidence_head|prefix_gru|embed_proj|candidate_selector|layer_fusion|_conv\.")
 
 
 class Network(BlockNetwork):
@@ -35,7 +36,7 @@ class DFlash(BlockDrafter):
     def is_own(cls, head: Head) -> bool:
         named = kind_of(head)
         other = named != TYPE and named in draft.names()
-        return not other and not any(map(CORRECTED.search, head))
+        return not other and not any(map(OTHERS.search, head))
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -98,7 +98,9 @@ class Recurrence(Correction):
     def begin(self, tokens: Sequence[int], before: Tensor) -> Tensor:
         return torch.zeros(len(tokens), self.width, dtype=before.dtype, device=before.device)
 
-    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> CorrectionOutput:
+    def __call__(
+        self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor, logits: Tensor
+    ) -> CorrectionOutput:
         run = self.backend
         embedded = embed(self.model, tokens, self.embedding).to(x.dtype)
         mine = [part.contiguous() for part in run.linear(embedded, self.input).chunk(3, dim=-1)]

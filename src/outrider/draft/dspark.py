@@ -195,7 +195,9 @@ class Spark(Correction):
             return state
         return self._recur(embed(self.model, tokens, self.embedding), before, state)[1]
 
-    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> CorrectionOutput:
+    def __call__(
+        self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor, logits: Tensor
+    ) -> CorrectionOutput:
         bias: Tensor | None = None
         e: Tensor | None = None
         if self.table:

@@ -38,6 +38,21 @@ class Detokenizer:
         self.ends.append(len(self.text))
         return new
 
+    def feed_all(self, tokens: Sequence[int]) -> None:
+        """Append several tokens, which are decoded at once.  Does not keep `ends`."""
+        kept = [token for token in tokens if token not in self.special] if self.skip else tokens
+        if kept:
+            before = len(self.ids)
+            self.ids += kept
+            new = self._pending()
+            if new.endswith("\ufffd"):  # a part of them may have text
+                del self.ids[before:]
+                for token in tokens:
+                    self.feed(token)
+                return
+            self._accept(new)
+        self.count += len(tokens)
+
     def flush(self) -> str:
         """Append and return the withheld text, after the last token."""
         return self._accept(self._pending())

@@ -30,7 +30,7 @@ from outrider.engine.flights import Flight, controller_of, report_of
 from outrider.engine.memory import build_cache, longest
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
-from outrider.engine.turn import Turn, in_turn
+from outrider.engine.turn import Turn
 from outrider.errors import ConfigError
 from outrider.models import load as models
 from outrider.models.base import Model
@@ -147,7 +147,6 @@ class Engine:
             )
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
-    @in_turn
     def step(self) -> list[Row]:
         """Run one forward for every row that can run.  Returns the rows that emitted tokens or failed.
 
@@ -155,6 +154,9 @@ class Engine:
         A device computes the next step while the caller passes on what this one has emitted (`ahead`).
         Raises RequestError if called from inside a step.
         """
+        return self.turn.run(self._step)
+
+    def _step(self) -> list[Row]:
         with one_recording:
             rows = self._launch()
             if self.flights:

@@ -197,7 +197,8 @@ class EngineLoop:
                 self._recover(error)
             raise
         with self._lock:
-            grown = {row.id: self.tickets[row.id] for row in rows if row.id in self.tickets}
+            tickets = self.tickets
+            grown = {row.id: tickets[row.id] for row in rows if row.id in tickets}
             self._report(grown.values(), grown=True)
 
     def _between_steps(self) -> None:
@@ -209,8 +210,14 @@ class EngineLoop:
     def _settle(self) -> None:
         """Bring arrivals into the engine and take aborted requests out."""
         while self._arriving:
-            for row in self._arriving.pop(0).rows:
-                self.engine.add(row)
+            rows = self._arriving[0].rows
+            try:
+                for row in rows:
+                    self.engine.add(row)
+            except BaseException:  # an interrupt: the next call adds them all
+                self.engine.scheduler.withdraw(rows)
+                raise
+            self._arriving.pop(0)
         while self._aborted:
             ticket = self._aborted.pop()
             for row in ticket.rows:
@@ -221,7 +228,8 @@ class EngineLoop:
         """Close the tickets that ended, and call on_news of these and of those that grew."""
         for ticket in tickets:
             ended = None not in [row.finish_reason for row in ticket.rows]
-            ticket.finished |= ended
+            if ended:
+                ticket.finished = True
             if ticket.on_news is not None and (grown or ended):
                 try:
                     ticket.on_news()

@@ -180,16 +180,18 @@ class Runner:
     ) -> Callable[[], Tensor]:
         """Begin the forward.  The result waits for it, fills `kept` and returns the logits of some rows.
 
-        Rows in `batch.resume` start at its layer, unless hidden states of inner layers are needed.
+        Rows in `batch.resume` start at its layer, unless hidden states of other inner layers are needed.
         """
         resume = batch.resume
-        if resume is None or kept.keys() - {FINAL}:
+        if resume is None or kept.keys() - {FINAL, resume.layer}:
             return self.decoder.begin_step(step_input, self.pool, kept, queries)
-        x = self._resume(step_input, resume, spans_of(batch))
+        x = self._resume(step_input, resume, spans_of(batch), kept)
         logits = self.decoder.finish_step(step_input, x, kept, queries)
         return lambda: logits
 
-    def _resume(self, step_input: StepInput, resume: Resume, spans: list[Span]) -> Tensor:
+    def _resume(
+        self, step_input: StepInput, resume: Resume, spans: list[Span], kept: dict[int, Tensor]
+    ) -> Tensor:
         """Hidden states [n, hidden] after the last layer, of which the drafter has computed a part."""
         done = [span.end + node for span, nodes in zip(spans, resume.nodes) for node in nodes]
         rest = sorted({*range(step_input.length)}.difference(done))
@@ -199,6 +201,8 @@ class Runner:
         x[done] = resume.states
         if rest:
             x[rest] = self.decoder.forward(step_input.only(rest), self.pool, lower)
+        if resume.layer in kept:
+            kept[resume.layer] = x.clone()  # x is changed in place
         return self.decoder.forward(step_input, self.pool, upper, x)
 
     def _score_prompt(self, step: RowStep, states: Tensor, first: int) -> None:

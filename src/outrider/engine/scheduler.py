@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from outrider.cache.pages import Cache
@@ -27,6 +27,7 @@ from outrider.engine.adapters import Adapters
 from outrider.engine.detokenizer import Detokenizer, find_stop
 from outrider.errors import RequestError
 
+log = logging.getLogger("outrider")
 NO_PREFILL = PrefillBudget(0)
 MOST_BEHIND = 4  # tokens behind a page for which it is asked whether a drafter has filled it
 
@@ -77,6 +78,10 @@ class Scheduler:
         """Queue a row behind those of its priority."""
         insort_right(self.waiting, row, key=_priority)
 
+    def withdraw(self, rows: Sequence[Row]) -> None:
+        """Take rows out of the queue, as if they had not been added."""
+        self.waiting = deque(row for row in self.waiting if row not in rows)
+
     def abort(self, row: Row) -> None:
         """End a row.  One whose step is in flight leaves when that is completed."""
         if row in self.waiting:
@@ -89,8 +94,7 @@ class Scheduler:
         """Empty the queues; `rows` and all queued rows lose their pages.  The caller clears the caches."""
         for row in {*rows, *self.running, *self.waiting}:
             if row.table is not None:
-                with suppress(Exception):  # the drafter may have caused the failure
-                    self.hooks.forget(row, "preempted")
+                self._forget(row, "preempted")
             row.table = row.adapter = None
             row.computed = 0
         self.running.clear()
@@ -102,7 +106,7 @@ class Scheduler:
 
         overlap: steps in flight at once, each of which gets its share of the rows.
         """
-        batch, decodes, drafting = Batch(), 0, 0
+        batch, decodes, drafting, preemptions = Batch(), 0, 0, self.preemptions
         for row in list(self.running):
             if row.finish_reason is not None and row not in self.in_flight:
                 self.retire(row)  # only after a step that was interrupted
@@ -113,6 +117,8 @@ class Scheduler:
         prefilling = self.waiting or decodes < num_rows
         budget = self._prefill_budget(decodes, drafting) if prefilling else NO_PREFILL
         self._add_running(batch, budget, -(-num_rows // overlap))
+        if not batch and self.preemptions > preemptions:
+            return self.next(overlap)  # prompts got no tokens beside decoding rows, which are preempted now
         if self.waiting:
             num_rows = min(len(self.running) + len(self.waiting), self.limits.max_num_seqs)
             self._add_waiting(batch, budget, -(-num_rows // overlap))
@@ -279,9 +285,16 @@ class Scheduler:
 
     def _release(self, row: Row, reason: str) -> None:
         if row.table is not None:
-            self.hooks.forget(row, reason)
+            self._forget(row, reason)
             self.cache.close(row.table)
             row.table = row.adapter = None
+
+    def _forget(self, row: Row, reason: str) -> None:
+        """Let the drafter forget a row, which leaves even if that fails."""
+        try:
+            self.hooks.forget(row, reason)
+        except Exception:
+            log.exception("the drafter cannot forget a row of request %r", row.id)
 
     def _admit(self, row: Row) -> bool:
         """Open a block table for a waiting row, with reusable pages.

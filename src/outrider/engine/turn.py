@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from outrider.errors import RequestError
 from outrider.sampling.processors import running_since
 
 STALL = 60.0  # seconds of one call of a logits processor after which a call made during it gives up
+
+
+T = TypeVar("T")
 
 
 class Turn:
@@ -57,6 +59,20 @@ class Turn:
         while running_since and self.check_processor(arrival):
             time.sleep(0.01)
 
+    def run(self, step: Callable[[], T]) -> T:
+        """The result of a step, which holds the lock.
+
+        Does not use `taken`: an interrupt could come between its lock and the body.
+        """
+        if self.owner is not None:
+            self.refuse_reentry()
+        with self.lock:
+            self.owner = threading.get_ident()
+            try:
+                return step()
+            finally:
+                self.owner = None
+
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Hold the lock for the duration of the block.
@@ -71,32 +87,3 @@ class Turn:
                 yield
             finally:
                 self.owner = None
-
-
-class _HasTurn(Protocol):
-    turn: Turn
-
-
-E = TypeVar("E", bound=_HasTurn)
-T = TypeVar("T")
-
-
-def in_turn(method: Callable[[E], T]) -> Callable[[E], T]:
-    """Decorate a method to run under `self.turn`.
-
-    Does not use `taken`: an interrupt could come between its lock and the body.
-    """
-
-    @wraps(method)
-    def run(self: E) -> T:
-        turn = self.turn
-        if turn.owner is not None:
-            turn.refuse_reentry()
-        with turn.lock:
-            turn.owner = threading.get_ident()
-            try:
-                return method(self)
-            finally:
-                turn.owner = None
-
-    return run

@@ -26,6 +26,7 @@ from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
 from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import Quantization, bits_of
+from outrider.checkpoints.scaled import ScaledWeights
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
@@ -107,7 +108,7 @@ class HeadDrafter(Drafter):
         self.backend, self.hidden = target.decoder.backend, target.decoder.spec.hidden
         opened = head or self._open(options)
         check_size(opened, target.vocabulary)
-        self.packed = opened.tensors if isinstance(opened.tensors, PackedWeights) else None
+        self.packed = opened.tensors if isinstance(opened.tensors, (PackedWeights, ScaledWeights)) else None
         self.head = self.translate(opened)
         bits, ranks = bits_of(options.quantization), options.draft_tensor_parallel_size
         self.reader = Reader(self.head, self.backend, bits, ranks)
@@ -172,9 +173,8 @@ class HeadDrafter(Drafter):
         whole = "model.norm.weight" in head  # a target, which may hold any tensors besides the head's
         if quantized and not whole:
             raise ModelError(
-                f"{head.name!r} is quantized ({quantized}): load the unquantized head, or one in "
-                "compressed-tensors (pack-quantized), GPTQ or AWQ (gemm); 'quantization' quantizes it while "
-                "loading."
+                f"{head.name!r} is quantized ({quantized}): load the unquantized head, or one in fp8, "
+                "compressed-tensors, GPTQ or AWQ (gemm); 'quantization' quantizes it while loading."
             )
         cls.translate(head)
 

@@ -146,8 +146,10 @@ def block_format(
     prefixes: tuple[str, ...] = (),
     anchored: Callable[[Head], bool] = from_anchor,
     refused: Callable[[Head], str] = lambda _: "",
+    states: tuple[tuple[str, int], ...] = (),
 ) -> HeadFormat:
-    """The format of a block with more tensors than a plain one has.  anchored: its `from_anchor`."""
+    """The format of a block with more tensors than a plain one has.  anchored: its `from_anchor`.  states:
+    tensors with the width of one state, if there is no fc over all."""
 
     def refusal(head: Head) -> str:
         if not head.config.get("is_neox_style", True):
@@ -167,13 +169,13 @@ def block_format(
             Layout("speculators", ("hidden_norm.weight",), table, starts, published),
             Layout("z-lab, SpecForge", ("hidden_norm.weight",), table, starts),
         ),
-        hidden=(("fc.weight", 1),),
+        hidden=states or (("fc.weight", 1),),
         vocabulary=("lm_head.weight",),
-        taps=(INPUT_TAPS, OUTPUT_TAPS),
+        taps=() if states else (INPUT_TAPS, OUTPUT_TAPS),
         depth=depth,
         known=rf"(fc|hidden_norm|norm|lm_head|embed_tokens)\.(weight|bias)|d2t|t2d|"
         rf"layers\.\d+\.({BLOCK_NAMES}){known and f'|{known}'}",
-        variants=(*variants, ("selector", "DFlash 2"), ("fusion", "DFlare"), ("sink", "attention sinks")),
+        variants=(*variants, ("sink", "attention sinks")),
         kinds=f"{kinds}|{ARCHITECTURE}",
         keys=("dflash_config",),
         refused=refusal,

@@ -73,14 +73,25 @@ class BlockLayer(Layer):
 
     def read(self, x: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
         """x [A * block, hidden] of all blocks, context [T, hidden] -> [A * block, hidden]."""
-        attention, u, pad, own = self.self_attn, self.input_layernorm(x), blocks.texts.pad, blocks.rows.pad
+        return self.feed_forward(x + self.attend(self.input_layernorm(x), context, blocks))
+
+    def attend(self, u: Tensor, context: Tensor, blocks: Blocks) -> Tensor:
+        """The attention's output for its input u, both [A * block, hidden]."""
+        attention, pad, own = self.self_attn, blocks.texts.pad, blocks.rows.pad
         before = rotary_angles(blocks.offsets, attention.head_dim, DEFAULT_THETA)
         within = rotary_angles(blocks.positions, attention.head_dim, DEFAULT_THETA)
-        k = torch.cat([pad(attention.keys(context, before)), own(attention.keys(u, within))], dim=-2)
-        v = torch.cat([pad(attention.values(context)), own(attention.values(u))], dim=-2)
+        k = torch.cat([pad(self.context_keys(context, before)), own(attention.keys(u, within))], dim=-2)
+        v = torch.cat([pad(self.context_values(context)), own(attention.values(u))], dim=-2)
         q = own(attention.queries(u, within))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=blocks.seen, enable_gqa=True)
-        return self.feed_forward(x + attention.o_proj(blocks.rows.join(out)))
+        projected: Tensor = attention.o_proj(blocks.rows.join(out))
+        return projected
+
+    def context_keys(self, context: Tensor, angles: Tensor) -> Tensor:
+        return self.self_attn.keys(context, angles)
+
+    def context_values(self, context: Tensor) -> Tensor:
+        return self.self_attn.values(context)
 
 
 class BlockNetwork(nn.Module):
@@ -154,6 +165,10 @@ class BlockNetwork(nn.Module):
         """
         return logits, None
 
+    def contexts(self, taps: Tensor) -> Sequence[Tensor]:
+        """What each layer reads of the text, [T, hidden], from taps [T, len(taps) * hidden]."""
+        return [self.hidden_norm(self.fc(taps))] * len(self.layers)
+
     def layer_config(self) -> dict[str, Any]:
         """The keys of a transformers config."""
         return {
@@ -183,13 +198,13 @@ class BlockNetwork(nn.Module):
         taps [T, len(taps) * hidden], tokens [T], anchors [A]: places on the host, ascending by text.
         lengths: of the texts, where there are several.
         """
-        context, device = self.hidden_norm(self.fc(taps)), tokens.device
+        device = tokens.device
         blocks = Blocks.of(anchors, lengths or [len(taps)], self.block, device)
         anchors = to_device(anchors, device)
         ids = torch.full((len(anchors), self.block), self.mask, device=device)
         ids[:, 0] = tokens[anchors]
         x = outer.embedding[ids.flatten()]
-        for layer in self.layers:
+        for layer, context in zip(self.layers, self.contexts(taps)):
             assert isinstance(layer, BlockLayer)
             x = layer.read(x, context, blocks)
         x = self.norm(x)

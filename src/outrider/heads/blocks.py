@@ -18,7 +18,7 @@ A position needs the target's states at that position only, so any prefix hit ca
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -66,10 +66,12 @@ class BlockDrafter(HeadDrafter):
 
     correction: of the logits by the tokens before; None for a plain block.
     kind, tensors: what the config calls this method, and an expression found in names of its own tensors.
+    signs: our names of tensors that each of its files has.
     """
 
     kind: ClassVar[str]
     tensors: ClassVar[str]
+    signs: ClassVar[Sequence[str]] = SIGNS
 
     tunable: ClassVar = {**DEPTHS, "nodes": (4, 16)}
     correction: Correction | None = None
@@ -83,17 +85,14 @@ class BlockDrafter(HeadDrafter):
         self.skipped = 0 if layout.from_anchor else 1  # rows of a block without logits
         if layout.mask >= target.vocabulary:
             raise head.misfit(f"its mask_token_id is {layout.mask}, of {target.vocabulary} tokens")
-        self.width = width = head.shape("fc.weight")[0]
+        self.width = width = self.width_of(head)
         self.embedding = own_embedding(reader, target, width)
-        self.fc = reader.linear("fc", width, len(layout.taps) * self.hidden)
         self.hidden_norm = reader.vector("hidden_norm.weight", width)
         self.norm = reader.vector("norm.weight", width)
         names = [f"layers.{i}" for i in range(len(layout.windows))]
         self.stack = Stack(reader, target, names, width, windows=layout.windows, extra_positions=layout.block)
         self.pooled, sizes = self.stack, self.stack.sizes
-        kv = sizes.kv_heads * sizes.head_dim
-        parts = [(f"{name}.self_attn.{one}_proj", kv) for name in names for one in "kv"]
-        self.kv = reader.fused(parts, width)  # of all layers at once: they have the same input
+        self.read_context(names, sizes.kv_heads * sizes.head_dim)
         self.keys = [replace(layer, heads=0) for layer in self.stack.layers]  # for `rope_store`
         self.ids = target_ids(head, target.vocabulary)
         self.choose = Chooser(target, self.ids)
@@ -110,7 +109,7 @@ class BlockDrafter(HeadDrafter):
     def claims(cls, head: Head) -> int:
         """2: a norm over the taps beside the layers, normed attention heads, and what `is_own` looks for."""
         ours = cls.FORMAT.renamed(head)
-        if all(name in ours for name in SIGNS) and "layers.0.hidden_norm.weight" not in ours:
+        if all(name in ours for name in cls.signs) and "layers.0.hidden_norm.weight" not in ours:
             return 2 if cls.is_own(head) else 0
         return int(cls.FORMAT.named_in(head.config) and cls.is_own(head))
 
@@ -118,6 +117,23 @@ class BlockDrafter(HeadDrafter):
     def is_own(cls, head: Head) -> bool:
         """Whether a block under its published names is one of this method."""
         return kind_of(head) == cls.kind or any(map(re.compile(cls.tensors).search, head))
+
+    @classmethod
+    def width_of(cls, head: Head) -> int:
+        """Width of its layers."""
+        return head.shape("fc.weight")[0]
+
+    def read_context(self, names: Sequence[str], kv: int) -> None:
+        """Pack what makes K and V of the target's states.  names, kv: of the layers, and their width."""
+        self.fc = self.reader.linear("fc", self.width, len(self.layout.taps) * self.hidden)
+        parts = [(f"{name}.self_attn.{one}_proj", kv) for name in names for one in "kv"]
+        self.kv = self.reader.fused(parts, self.width)  # of all layers at once: they have the same input
+
+    def context_kv(self, states: Tensor) -> Iterable[Tensor]:
+        """K and V side by side, [n, 2 kv] of each layer, of states [n, taps * hidden]."""
+        run = self.backend
+        g = run.rms_norm(run.linear(states, self.fc), self.hidden_norm, self.stack.sizes.eps)
+        return run.linear(g, self.kv).chunk(len(self.keys), dim=-1)
 
     @property
     def outputs(self) -> int | None:
@@ -186,10 +202,16 @@ class BlockDrafter(HeadDrafter):
         for step_input in inputs.values():
             step_input.build()
         x = embed(self.target.decoder, ids, self.embedding)
-        for i, causal in enumerate(layout.causal):
-            x = self.stack(x, inputs[causal], self.pool, only=i)
+        x = self.through_layers(x, inputs, [depth + skipped for depth in levels])
         x = self.backend.rms_norm(x, self.norm, self.stack.sizes.eps)
         return lm_logits(self.target.decoder, x[predicting], self.lm_head, self.ids), x
+
+    def through_layers(self, x: Tensor, inputs: dict[bool, StepInput], lengths: Sequence[int]) -> Tensor:
+        """x [n, width] of some blocks after all layers.  inputs: by whether a layer is causal.  lengths: rows
+        of each block."""
+        for i, causal in enumerate(self.layout.causal):
+            x = self.stack(x, inputs[causal], self.pool, only=i)
+        return x
 
     def observe(self, commit: Commit) -> None:
         self.learn(commit)
@@ -208,7 +230,6 @@ class BlockDrafter(HeadDrafter):
     def _store(self, step_input: StepInput, states: Tensor) -> None:
         """Write K and V of these positions in every layer; states [n, taps * hidden]."""
         run = self.backend
-        g = run.linear(states.to(run.activations), self.fc)
-        kv = run.linear(run.rms_norm(g, self.hidden_norm, self.stack.sizes.eps), self.kv)
-        for i, (keys, part) in enumerate(zip(self.keys, kv.chunk(len(self.keys), dim=-1))):
+        parts = self.context_kv(states.to(run.activations))
+        for i, (keys, part) in enumerate(zip(self.keys, parts)):
             run.rope_store(part.contiguous(), keys, self.stack.rotations, LayerKV(step_input, self.pool, i))

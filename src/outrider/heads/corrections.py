@@ -33,8 +33,10 @@ class Correction:
         """State [n, width] of n trees.  tokens: of the anchors.  before: their states, or empty."""
         raise NotImplementedError
 
-    def __call__(self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor) -> CorrectionOutput:
-        """Correction by the tokens before n places; x [n, h]: the places' states."""
+    def __call__(
+        self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor, logits: Tensor
+    ) -> CorrectionOutput:
+        """Correction by the tokens before n places; x [n, h]: the places' states; logits [n, Vd]."""
         raise NotImplementedError
 
 
@@ -65,10 +67,10 @@ def grow_corrected(trees: Sequence[CorrectedTree], correct: Correction, choose: 
     while growth.trees:
         now, level = growth.trees, growth.level
         x = torch.cat([tree.at(tree.states, level) for tree in now])
-        bias, state, acceptance = correct(level, frontier_tokens(now), x, state[growth.sources])
+        logits = torch.cat([tree.at(tree.logits, level) for tree in now])
+        bias, state, acceptance = correct(level, frontier_tokens(now), x, state[growth.sources], logits)
         if acceptance is not None:
             sizes = [len(tree.frontier) for tree in now]
             for tree, own in zip(now, torch.split(acceptance, sizes)):
                 tree.acceptance = own.tolist()
-        logits = torch.cat([tree.at(tree.logits, level) for tree in now])
         growth.add(logits if bias is None else logits + bias)

@@ -30,6 +30,8 @@ from outrider.parallel.load import divide
 from outrider.parallel.model import ParallelModel
 from outrider.parallel.stage import ModelOptions
 
+SKIP_MLP = 2  # of `Backend.skip_sublayers`
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -43,8 +45,11 @@ class Sizes:
     eps: float = 1e-6
 
     @staticmethod
-    def of(head: Head, at: str, hidden: int) -> Sizes:
-        """Sizes of the block at prefix `at`.  Raises ModelError for heads that do not divide."""
+    def of(head: Head, at: str, hidden: int, mlp: bool = True) -> Sizes:
+        """Sizes of the block at prefix `at`; without an MLP `inner` is 0.
+
+        Raises ModelError for heads that do not divide.
+        """
         config = head.config
         q = head.shape(f"{at}.self_attn.q_proj.weight")[0]
         kv = head.shape(f"{at}.self_attn.k_proj.weight")[0]
@@ -56,7 +61,7 @@ class Sizes:
                 f"head_dim {config.get('head_dim')} (num_attention_heads {heads})."
             )
         check_attention(f"{head.name!r}: {at}", q // width, kv // width, width, width + width % 2)
-        inner = head.shape(f"{at}.mlp.gate_proj.weight")[0]
+        inner = head.shape(f"{at}.mlp.gate_proj.weight")[0] if mlp else 0
         return Sizes(hidden, inner, q // width, kv // width, width, float(config.get("rms_norm_eps") or 1e-6))
 
 
@@ -107,17 +112,18 @@ class Stack:
         windows: Sequence[int] = (),
         extra_positions: int = 0,
         norm_optional: bool = False,
+        mlp: bool = True,
     ) -> None:
         """names: prefixes of the blocks' names.  first_inputs: width of u of the first block, if the caller
         gives u.  windows: of each block; 0 or none: full attention.  extra_positions: after the target's
-        last.  norm_optional: blocks may lack an input norm.
+        last.  norm_optional: blocks may lack an input norm.  mlp: whether they have one.
 
         Raises ModelError for blocks whose K/V does not fit into one pool.
         """
         head, self.model = reader.head, target.decoder
-        self.sizes = Sizes.of(head, names[0], width)
+        self.sizes = Sizes.of(head, names[0], width, mlp)
         windows = tuple(windows) or (0,) * len(names)
-        specs = [_spec(head, name, width, windows) for name in names]
+        specs = [_spec(head, name, width, windows, mlp) for name in names]
         for name, spec in zip(names, specs):
             if (spec.kv_heads, spec.head_dim) != (self.sizes.kv_heads, self.sizes.head_dim):
                 raise ModelError(
@@ -146,7 +152,8 @@ class Stack:
             layers = LayerReader(reader.head, spec, torch.float32, reader.bits)
             layer = layers.layer(self.backend, i, source.prefix, source.inputs)
             self.layers.append(layer)
-            self.packed.append(self.backend.pack_layers(spec, [layer], self.rotations))
+            packed = self.backend.pack_layers(spec, [layer], self.rotations)
+            self.packed.append(packed if spec.inner else self.backend.skip_sublayers(packed, [SKIP_MLP]))
 
     def _divide(
         self, reader: Reader, specs: Sequence[Spec], table: Tensor, sources: Sequence[LayerSource]
@@ -191,14 +198,14 @@ class Stack:
         return x
 
 
-def _spec(head: Head, at: str, width: int, windows: tuple[int, ...]) -> Spec:
+def _spec(head: Head, at: str, width: int, windows: tuple[int, ...], mlp: bool) -> Spec:
     """Sizes and flags of a block, as a decoder's.  Raises ModelError for one with another activation."""
     act = head.config.get("hidden_act") or head.config.get("hidden_activation") or "silu"
     if act not in ("silu", "swish"):
         raise ModelError(
             f"{head.name!r} has hidden_act {act!r}; the layers of heads are supported with 'silu' only."
         )
-    own, normed = Sizes.of(head, at, width), f"{at}.self_attn.q_norm.weight" in head
+    own, normed = Sizes.of(head, at, width, mlp), f"{at}.self_attn.q_norm.weight" in head
     heads = {name: value for name, value in vars(own).items() if name != "hidden"}
     return Spec(head.name, len(windows), width, 0, 0, 0, windows=windows, qk_norm=normed, tied=False, **heads)
 

@@ -64,8 +64,8 @@ class LayeredNet(Net):
         if "layers.0.norm.weight" in head:
             self.norms = [norm(f"{name}.norm") for name in names]
         else:  # the target's follows
-            last = target.checkpoint.tensors().get("model.norm.weight", hidden)
-            self.norms = [last.float().to(self.backend.device).contiguous()] * self.count
+            last = target.checkpoint.last_norm()
+            self.norms = [last.to(self.backend.device).contiguous()] * self.count
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
         x = self.backend.linear(self.pairs[layer](step_input, g), self.eh_proj[layer])

@@ -74,17 +74,21 @@ class Attention(nn.Module):
 
     def queries(self, u: Tensor, angles: Tensor) -> Tensor:
         """[heads, n, head_dim] of u [n, inputs]."""
-        q = self._split(self.q_proj(u))
+        q = self.split(self.q_proj(u))
         return rotate(q if self.q_norm is None else self.q_norm(q), angles)
 
     def keys(self, u: Tensor, angles: Tensor) -> Tensor:
         """[kv_heads, n, head_dim]."""
-        k = self._split(self.k_proj(u))
+        return self.rotated_keys(self.k_proj(u), angles)
+
+    def rotated_keys(self, projected: Tensor, angles: Tensor) -> Tensor:
+        """[kv_heads, n, head_dim] of projections [n, kv_heads * head_dim]."""
+        k = self.split(projected)
         return rotate(k if self.k_norm is None else self.k_norm(k), angles)
 
     def values(self, u: Tensor) -> Tensor:
         """[kv_heads, n, head_dim]."""
-        return self._split(self.v_proj(u))
+        return self.split(self.v_proj(u))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """[n, hidden]."""
@@ -95,21 +99,27 @@ class Attention(nn.Module):
     def forward(self, u: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         return self.attend(self.queries(u, angles), self.keys(u, angles), self.values(u), mask)
 
-    def _split(self, x: Tensor) -> Tensor:
+    def split(self, x: Tensor) -> Tensor:
+        """[heads, n, head_dim] of x [n, heads * head_dim]."""
         return x.view(len(x), x.shape[1] // self.head_dim, self.head_dim).transpose(0, 1)
 
 
 class Layer(nn.Module):
-    """x += attend(norm(x)); x += mlp(norm(x)).  norm_in: whether the first norm is there."""
+    """x += attend(norm(x)); x += mlp(norm(x)).  norm_in: whether the first norm is there.
+
+    With an `inner` of 0 there is no MLP.
+    """
 
     def __init__(
         self, sizes: Sizes, inputs: int | None = None, qk_norm: bool = False, norm_in: bool = True
     ) -> None:
         super().__init__()
         self.self_attn = Attention(sizes, inputs, qk_norm)
-        self.mlp = GatedMlp(sizes.hidden, sizes.inner)
         self.input_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps) if norm_in else nn.Identity()
-        self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
+        self.mlp: nn.Module | None = None
+        if sizes.inner:
+            self.mlp = GatedMlp(sizes.hidden, sizes.inner)
+            self.post_attention_layernorm = nn.RMSNorm(sizes.hidden, sizes.eps)
 
     def forward(self, x: Tensor, angles: Tensor, mask: Tensor) -> Tensor:
         return self.feed_forward(x + self.self_attn(self.input_layernorm(x), angles, mask))
@@ -126,8 +136,7 @@ class Layer(nn.Module):
         return self.feed_forward(x + attention.o_proj(texts.join(out)))
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        return x if self.mlp is None else x + self.mlp(self.post_attention_layernorm(x))
 
 
 def small_sizes(spec: Facts) -> Sizes:

@@ -48,6 +48,7 @@ from outrider.heads.recurrent_net import Net
 from outrider.heads.trees import DynamicTree, Growth, LevelTree, RankTree
 
 CHAIN, DYNAMIC = "chain", "dynamic"
+TREE = one_of(DYNAMIC, CHAIN, *EAGLE)
 CPU_DEPTH = 7  # levels of one node cost little; in a tree of fewer levels forwards have two
 
 
@@ -61,7 +62,7 @@ class RecurrentOptions(LayerOptions):
     levels by default, but no more than nodes.
     """
 
-    tree: Annotated[str, one_of(DYNAMIC, CHAIN, *EAGLE)] = DYNAMIC
+    tree: Annotated[str, TREE] = DYNAMIC
     top_k: Annotated[int, whole(1, 64)] = 10
     nodes: Annotated[int, whole(1, 1 << 20)] | None = None
 
@@ -220,7 +221,9 @@ class Recurrent(HeadDrafter):
         row, end, budget = step.row, step.end, step.budget
         reading = Reading(row, cursor, row.slots[: end + budget.nodes])
         if drafting:
-            reading.tree = self._tree(row, reading.pair_table, end - 1, budget)
+            offset = self.catch_up.offset
+            table = reading.pair_table if offset else reading.table
+            reading.tree = self._tree(row, table, end - offset, budget)
         return reading
 
     def _tree(self, row: Row, table: array[int], base: int, budget: Budget) -> LevelTree:

@@ -74,13 +74,16 @@ class Growth(Generic[T]):
         self.trees, self.choose, self.level = trees, choose, 0
         self.sources = list(range(len(trees)))
 
-    def add(self, logits: Tensor) -> bool:
-        """Add a level to every tree, from float32 [rows of all trees, Vd].  Whether any is incomplete."""
+    def add(self, logits: Tensor, ending: Collection[T] = ()) -> bool:
+        """Add a level to every tree, from float32 [rows of all trees, Vd].  Whether any is incomplete.
+
+        ending: trees that get no further level
+        """
         incomplete, sources, first = list[T](), list[int](), 0
         for tree in self.trees:
             count = len(tree.sources)
             tree.add_level(self.choose, logits[first : first + count])
-            if tree.sources:
+            if tree.sources and tree not in ending:
                 sources += [first + source for source in tree.sources]
                 incomplete.append(tree)
             first += count

@@ -19,8 +19,9 @@ from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
-from outrider.checkpoints.packed import PackedWeights
+from outrider.checkpoints.names import ROUTER
 from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.spec import Spec, largest
 from outrider.checkpoints.weights import SAFE, Weights, open_weights
 from outrider.config import EngineOptions
@@ -112,7 +113,8 @@ def card_of(options: EngineOptions) -> Card:
         return Card(**about, runs_on="nothing", refused=refused, chat_template=templated)
     spec, gguf = checkpoint.spec, checkpoint.gguf
     about |= {"architecture": spec.architecture, "kv_heads": spec.kv_heads, "context": spec.context}
-    runs_on = "transformers' own code" if needs_fallback(checkpoint) else "lean decoder"
+    fallback = needs_fallback(checkpoint, device=pick_device(options.device))
+    runs_on = "transformers' own code" if fallback else "lean decoder"
     in_gguf = gguf and gguf.metadata.get("tokenizer.chat_template")
     templated = bool(in_gguf) if gguf else _has_template(checkpoint.tokenizer_folder)
     memory = _memory(options, checkpoint, stored)
@@ -138,7 +140,7 @@ def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]
     """The checkpoint, or its config and the reason why it is not supported."""
     try:
         checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
-        needs_fallback(checkpoint, options.quantization)
+        needs_fallback(checkpoint, options.quantization, device=pick_device(options.device))
         return checkpoint, checkpoint.config, None
     except ModelError as error:
         folder = locate(options.model, options.revision)
@@ -157,11 +159,11 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, checkpoint.stored_dtype, device)
     spec, few = checkpoint.spec, bits_of(options.quantization)
-    fallback, widest = needs_fallback(checkpoint), _widest_bits(stored)
+    fallback, widest = needs_fallback(checkpoint, device=device), _widest_bits(stored)
     weight_bits = 0.0
     for part in stored:
         bits: float = 8 * dtype.itemsize
-        if few is not None:
+        if few is not None and not ROUTER.search(part.name):
             bits = _few(8 if part.name in OUTER else few, GROUP, False)
         if (packed := widest[_fused(part.name)]) is not None:
             bits = min(bits, packed)
@@ -212,13 +214,13 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[St
         for name, shape, kind in headers(weights):
             yield Stored(name, count(shape), kind, len(shape) == 1)
         return
-    scheme, packed = checkpoint.scheme, PackedWeights(weights, checkpoint.scheme)
+    scheme, packed = checkpoint.scheme, quantized(weights, checkpoint.scheme)
     for name in packed.layer_of:
-        bits, group = packed.bits([name]) or 0, min(scheme.sizes).group
-        few = _few(bits, group, not scheme.symmetric)
-        yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits} bits", False, few)
+        bits = packed.bits([name])  # None: it is expanded
+        few = _few(bits, min(scheme.sizes).group, not scheme.symmetric) if bits else None
+        yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits or 8} bits", False, few)
     for name, shape, kind in headers(weights):
-        if name in packed:
+        if name in packed and name not in packed.layer_of:
             yield Stored(name, count(shape), kind, len(shape) == 1)
 
 

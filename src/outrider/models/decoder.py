@@ -1,4 +1,4 @@
-"""The lean decoder: Llama, Mistral, Qwen2 and Qwen3 as one class with flags.
+"""The lean decoder: Llama, Mistral, Qwen2, Qwen3, Gemma and mixtures of experts as one class with flags.
 
 Pre-norm blocks with fused projections and residual stream x.  `StepInput` holds the rows and their visible
 keys, `Pool` the K/V.  The backend provides the operations.
@@ -37,6 +37,7 @@ from outrider.models.layers import LayerReader
 from outrider.models.placement import Placement, Precision, place
 from outrider.models.rope import rope_frequencies
 
+SELF_TEST = 32  # positions of a table at least: the self-test computes 24
 MAX_ROTATIONS = 1 << 31  # numbers: 16 million positions of 128 dimensions
 
 
@@ -83,22 +84,28 @@ class Decoder(Model):
         self.backend: Backend = backends[where.outer]
         bits = bits_of(precision.quantization)
         reader = LayerReader(checkpoint.tensors(), spec, self.dtype, bits)
-        table = rotations(checkpoint.config, max_len, 32)  # the self-test computes 24 positions
+        tables = rotation_tables(checkpoint.config, spec, max_len)
         self.embedding = reader.embedding(self.backend)
         self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
+        for layer, kind, at in zip(self.layers, spec.traits.ropes, where.layers):
+            layer.rotations = tables[kind].to(at)
         self.parts: list[Part] = []
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            stack = backends[at].pack_layers(spec, self.layers[first : first + count], table.to(at))
+            own, table = self.layers[first : first + count], next(iter(tables.values()))
+            stack = backends[at].pack_layers(spec, own, table.to(at))
             self.parts.append(Part(backends[at], stack, first, count))
         self._layer_range = lru_cache(maxsize=8)(super().layer_range)
         self.norm = reader.norm(self.backend)
         self.lm_head = self.embedding if spec.tied else reader.lm_head(self.backend)
         self.fused = self.backend.fused if len(backends) == 1 else None  # it runs on one device
+        # as transformers rounds it
+        self.embedding_scale = torch.tensor(spec.traits.embedding_scale, dtype=self.dtype).item()
         self.ends: Any = None
         if self.fused is not None:
-            self.ends = self.fused.pack_ends(self.embedding, self.norm, self.lm_head)
+            scale, cap = self.embedding_scale, spec.traits.logit_cap
+            self.ends = self.fused.pack_ends(self.embedding, self.norm, self.lm_head, scale, cap)
 
     def pool(self, slots: int) -> Pool:
         s, dtype = self.spec, self.precision.kv_dtype
@@ -138,7 +145,7 @@ class Decoder(Model):
         if taps:
             return self._forward_with_taps(step_input, pool, taps)
         at = self.backend
-        x = at.embed(self.embedding, step_input) if x is None else x
+        x = self._embedded(step_input) if x is None else x
         for i, (part, part_pool) in enumerate(zip(blocks or self.parts, pool.parts)):
             if part.idle:
                 continue
@@ -146,6 +153,11 @@ class Decoder(Model):
                 at, x = part.backend, _move(x, part.backend)
             x = at.run_layers(part.stack, x, LayerKV(step_input, part_pool), _runs(step_input, i))
         return x if at is self.backend else _move(x, self.backend)
+
+    def _embedded(self, step_input: StepInput) -> Tensor:
+        """The residual stream [N, hidden] before the first layer."""
+        x = self.backend.embed(self.embedding, step_input)
+        return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _forward_with_taps(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
         x, at = None, 0
@@ -179,7 +191,9 @@ class Decoder(Model):
     def head_logits(self, x: Tensor) -> Tensor:
         logits = self.backend.linear(x, self.lm_head)
         # `float` takes 30 µs here even if there is nothing to convert
-        return logits if logits.dtype == torch.float32 else logits.float()
+        logits = logits if logits.dtype == torch.float32 else logits.float()
+        cap = self.spec.traits.logit_cap
+        return self.backend.soft_cap(logits, cap) if cap else logits
 
     @property
     def fuses_chains(self) -> bool:
@@ -201,7 +215,13 @@ def _move(x: Tensor, backend: Backend) -> Tensor:
     return x.to(backend.device, backend.activations)
 
 
-def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
+def rotation_tables(config: Any, spec: Spec, max_len: int) -> dict[str, Tensor]:
+    """The tables of `rotations` by kind of layer; one, of the kind "", where all layers share it."""
+    kinds = dict.fromkeys(spec.traits.ropes or [""])
+    return {kind: rotations(config, max_len, SELF_TEST, kind) for kind in kinds}
+
+
+def rotations(config: Any, max_len: int, positions: int = 0, kind: str = "") -> Tensor:
     """RoPE table, float32 [positions, head_dim]: cos, then sin, of the first half of the head.
 
     Supports every scaling in transformers.  Scalings that depend on the text's length (longrope, dynamic) are
@@ -209,6 +229,7 @@ def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
 
     max_len:   maximum tokens of a text
     positions: rows of the table, at least max_len
+    kind:      of layers that have a set of parameters of their own
     """
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (size := max(max_len, positions) * width) > MAX_ROTATIONS:
@@ -217,7 +238,7 @@ def rotations(config: Any, max_len: int, positions: int = 0) -> Tensor:
             f"numbers; at most {MAX_ROTATIONS:,} are held: lower max_model_len."
         )
     try:
-        frequencies, scale = rope_frequencies(config, width, max_len)
+        frequencies, scale = rope_frequencies(config, width, max_len, kind)
     except ConfigError:
         raise
     except Exception as error:

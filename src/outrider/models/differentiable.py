@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.weights import Source
 from outrider.core.quantized import QuantizedWeight
 from outrider.core.ragged import Ragged
 
+EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")  # transformers joins all experts of a layer
 OF_FILES = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
 
 
@@ -42,11 +45,32 @@ def load_weights(
             name = ".".join(["model.layers", str(layers[int(parts[2])]), *parts[3:]])
         if known and name in known:
             own.data.copy_(known[name])
+        elif EXPERTS.search(name):
+            own.data.copy_(_experts(source, name, own))
         elif own.dim() == 2:
-            weight = source.linear(name.removesuffix(".weight"), *own.shape)
-            own.data.copy_(weight.dense() if isinstance(weight, QuantizedWeight) else weight)
+            own.data.copy_(_dense(source, name.removesuffix(".weight"), *own.shape))
         else:
             own.data.copy_(source.get(name, *own.shape))
+
+
+def _dense(source: Source, name: str, outputs: int, inputs: int) -> Tensor:
+    weight = source.linear(name, outputs, inputs)
+    return weight.dense() if isinstance(weight, QuantizedWeight) else weight
+
+
+def _experts(source: Source, name: str, own: Tensor) -> Tensor:
+    """The joined experts [E, O, K] of a layer, from the files' experts."""
+    prefix, _, joined = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if joined == "gate_up_proj" else (joined,)
+    count, outputs, inputs = own.shape
+    return torch.stack(
+        [
+            torch.cat(
+                [_dense(source, f"{prefix}.{e}.{part}", outputs // len(parts), inputs) for part in parts]
+            )
+            for e in range(count)
+        ]
+    )
 
 
 def text_logits(module: Any, tokens: Tensor, places: Tensor, texts: Ragged | None = None) -> Tensor:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.names import GPT
+from outrider.checkpoints.names import GPT, MIXTRAL, ROUTER
 from outrider.checkpoints.packed import MIDPOINT, PackedWeights
 from outrider.checkpoints.quantize import GROUP, quantize
+from outrider.checkpoints.scaled import ScaledWeights, quantized
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import SAFE, Weights, open_weights, write_tensors
 from outrider.core.quantized import QuantizedWeight
@@ -31,6 +32,7 @@ from outrider.models.load import needs_fallback
 
 OUTER = ("embed_tokens", "lm_head")
 PLAIN = {16: torch.bfloat16, 32: torch.float32}  # bits: not quantized
+EXPANDED = ("compressed-tensors", "fp8")  # what can be written with 16 or 32 bits
 CHOICES = (8, 4, *PLAIN)
 PARTS = {"text_config", "vision_config", "audio_config"}  # keys of models that read more than text
 
@@ -53,6 +55,8 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(checkpoint)
     weights = open_weights(checkpoint.folder)
+    if any(map(MIXTRAL.match, weights.stored.values())):
+        weights = Weights(checkpoint.folder)  # under the names that all others read
     if any(map(GPT.match, weights.stored.values())):
         config.pop("auto_map", None)  # the checkpoint's own code knows the other names only
     if bits in PLAIN:
@@ -87,10 +91,10 @@ def _check(checkpoint: Checkpoint, bits: int) -> None:
             )
     elif bits not in PLAIN:
         raise ModelError(f"{checkpoint.name!r} is quantized already: write it with 16 bits first.")
-    elif checkpoint.scheme.method != "compressed-tensors":
+    elif checkpoint.scheme.method not in EXPANDED:
         raise ModelError(
             f"{checkpoint.name!r} is quantized by {checkpoint.scheme.method}; "
-            f"only compressed-tensors can be written with {bits} bits."
+            f"only {' and '.join(EXPANDED)} can be written with {bits} bits."
         )
 
 
@@ -107,7 +111,7 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
         elif checkpoint.scheme is None:
             tensors = {name: weights.raw(name).to(PLAIN[bits]).contiguous() for name in names}
         else:
-            dense = _dense(PackedWeights(weights, checkpoint.scheme), names)
+            dense = _dense(quantized(weights, checkpoint.scheme), names)
             tensors = {name: tensor.to(PLAIN[bits]).contiguous() for name, tensor in dense.items()}
         write_tensors(tensors, target)
         where |= dict.fromkeys(tensors, target.name)
@@ -120,7 +124,7 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
     return size
 
 
-def _dense(weights: PackedWeights, names: Iterable[str]) -> dict[str, Tensor]:
+def _dense(weights: PackedWeights | ScaledWeights, names: Iterable[str]) -> dict[str, Tensor]:
     words = f".{weights.layout.words}"
     found = (f"{name.removesuffix(words)}.weight" if name.endswith(words) else name for name in names)
     return {name: weights.raw(name) for name in found if name in weights}
@@ -195,9 +199,15 @@ def _bits(name: str, bits: int) -> int:
 
 
 def _matrix(name: str, tensor: Tensor) -> bool:
-    return name.endswith(".weight") and tensor.dim() == 2 and tensor.is_floating_point()
+    return (
+        name.endswith(".weight")
+        and tensor.dim() == 2
+        and tensor.is_floating_point()
+        and not ROUTER.search(name)
+    )
 
 
 def _plain(weights: Weights, name: str) -> bool:
     shape = weights.shape(name)
-    return name.endswith(".weight") and len(shape) == 2 and shape[1] % GROUP > 0
+    whole = shape[-1] % GROUP == 0 and not ROUTER.search(name)
+    return name.endswith(".weight") and len(shape) == 2 and not whole

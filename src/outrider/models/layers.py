@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, DecoderLayer, Weight
+from outrider.backends.base import Backend, DecoderLayer, LayerExperts, Weight
 from outrider.checkpoints.quantize import reduced
-from outrider.checkpoints.spec import Spec
+from outrider.checkpoints.spec import Experts, Spec
 from outrider.checkpoints.weights import Source
 from outrider.core.quantized import join
+
+NORMS = ("norm_in", "norm_post", "norm_attended", "norm_mlp", "q_norm", "k_norm")
 
 
 class LayerSource(NamedTuple):
@@ -36,33 +38,70 @@ class LayerReader:
     bits: int | None
 
     def layer(self, backend: Backend, i: int, prefix: str = "", inputs: int = 0) -> DecoderLayer:
-        """Layer i, packed.  prefix, inputs: see `LayerSource`; without a prefix a model's layer."""
+        """Layer i, packed.  prefix, inputs: see `LayerSource`; without a prefix a model's layer.
+
+        With an `inner` of 0 it has no MLP.
+        """
         spec, prefix = self.spec, prefix or f"model.layers.{i}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         qkv = [(f"{attention}.q_proj", q), (f"{attention}.k_proj", kv), (f"{attention}.v_proj", kv)]
-        gate_up = [(f"{mlp}.gate_proj", spec.inner), (f"{mlp}.up_proj", spec.inner)]
-        q_norm = k_norm = norm_in = None
-        if spec.qk_norm:
-            q_norm = self._vector(backend, f"{attention}.q_norm", spec.head_dim)
-            k_norm = self._vector(backend, f"{attention}.k_norm", spec.head_dim)
-        if not inputs:
-            norm_in = self._vector(backend, f"{prefix}.input_layernorm", spec.hidden)
+        experts = gate_up = down = None
+        if spec.experts is not None and spec.experts.layers[i]:
+            experts = self._experts(backend, mlp, spec.experts)
+        elif spec.inner:
+            gate_up, down = self._mlp(backend, mlp, spec.inner)
         return DecoderLayer(
-            norm_in=norm_in,
+            **self._norms(backend, prefix, attention, not inputs),
             qkv=self._fused(backend, qkv, inputs or spec.hidden, self.bits),
             o=self._fused(backend, [(f"{attention}.o_proj", spec.hidden)], q, self.bits),
-            norm_post=self._vector(backend, f"{prefix}.post_attention_layernorm", spec.hidden),
-            gate_up=self._fused(backend, gate_up, spec.hidden, self.bits),
-            down=self._fused(backend, [(f"{mlp}.down_proj", spec.hidden)], spec.inner, self.bits),
-            q_norm=q_norm,
-            k_norm=k_norm,
+            gate_up=gate_up,
+            down=down,
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             eps=spec.eps,
             window=spec.windows[i],
+            scale=(spec.traits.query_scalar or spec.head_dim) ** -0.5,
+            experts=experts,
+            cap=spec.traits.score_cap,
+            gelu=spec.traits.gelu,
         )
+
+    def _norms(self, backend: Backend, prefix: str, attention: str, has_input: bool) -> dict[str, Any]:
+        """The norms of a layer by their names in `DecoderLayer`, None for those that it has not."""
+        spec = self.spec
+        names: dict[str, str | None] = dict.fromkeys(NORMS)
+        if has_input:
+            names["norm_in"] = f"{prefix}.input_layernorm"
+        if spec.inner:
+            names["norm_post"] = f"{prefix}.post_attention_layernorm"
+        if spec.traits.output_norms:
+            names["norm_attended"] = f"{prefix}.post_attention_layernorm"
+            names["norm_post"] = f"{prefix}.pre_feedforward_layernorm"
+            names["norm_mlp"] = f"{prefix}.post_feedforward_layernorm"
+        if spec.qk_norm:
+            names |= {"q_norm": f"{attention}.q_norm", "k_norm": f"{attention}.k_norm"}
+        sizes = {"q_norm": spec.head_dim, "k_norm": spec.head_dim}
+        return {
+            norm: None if name is None else self._vector(backend, name, sizes.get(norm, spec.hidden))
+            for norm, name in names.items()
+        }
+
+    def _mlp(self, backend: Backend, mlp: str, inner: int) -> tuple[Weight, Weight]:
+        """gate_up and down of a gated MLP."""
+        gate_up = [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]
+        return (
+            self._fused(backend, gate_up, self.spec.hidden, self.bits),
+            self._fused(backend, [(f"{mlp}.down_proj", self.spec.hidden)], inner, self.bits),
+        )
+
+    def _experts(self, backend: Backend, mlp: str, experts: Experts) -> LayerExperts:
+        """The router keeps its bits: it is small, and a wrong choice costs more than a rounded weight."""
+        router = self._fused(backend, [(f"{mlp}.gate", experts.count)], self.spec.hidden, None)
+        mlps = [self._mlp(backend, f"{mlp}.experts.{e}", experts.inner) for e in range(experts.count)]
+        gate_up, down = [gate_up for gate_up, _ in mlps], [down for _, down in mlps]
+        return LayerExperts(router, gate_up, down, experts.chosen, experts.normalized)
 
     def embedding(self, backend: Backend) -> Weight:
         return self._outer(backend, "model.embed_tokens")
@@ -78,7 +117,9 @@ class LayerReader:
         return self._fused(backend, [(name, self.spec.vocabulary)], self.spec.hidden, bits)
 
     def _vector(self, backend: Backend, name: str, size: int) -> Tensor:
-        return self.weights.get(f"{name}.weight", size).float().to(backend.device).contiguous()
+        weight = self.weights.get(f"{name}.weight", size).float()
+        weight = 1.0 + weight if self.spec.traits.unit_norms else weight
+        return weight.to(backend.device).contiguous()
 
     def _fused(
         self, backend: Backend, parts: Sequence[tuple[str, int]], inputs: int, bits: int | None

@@ -11,6 +11,8 @@ from outrider.models.base import Model
 from outrider.models.decoder import Decoder
 from outrider.models.placement import Placement, Precision
 
+CPU = torch.device("cpu")
+
 
 def load(
     checkpoint: Checkpoint,
@@ -25,21 +27,28 @@ def load(
     Raises ModelError for tensors that are missing or misshapen, and for unsupported checkpoints.
     """
     split = where is not None and set(where.layers) != {device}
-    if not needs_fallback(checkpoint, precision.quantization, split):
+    if not needs_fallback(checkpoint, precision.quantization, split, device):
         return Decoder(checkpoint, precision, device, max_len, where)
     from outrider.models.fallback.model import Fallback
 
     return Fallback(checkpoint, precision, device, max_len)
 
 
-def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, split: bool = False) -> bool:
-    """Whether a checkpoint needs transformers' modelling code.
+def needs_fallback(
+    checkpoint: Checkpoint,
+    quantization: str | None = None,
+    split: bool = False,
+    device: torch.device = CPU,
+) -> bool:
+    """Whether a checkpoint needs transformers' modelling code, as some do outside the CPU.
 
     Raises ConfigError or ModelError for options that only the lean decoder supports.
     """
-    name = checkpoint.spec.architecture
-    if isinstance(checkpoint.spec, Spec):
-        return False
+    spec, name = checkpoint.spec, checkpoint.spec.architecture
+    if isinstance(spec, Spec):
+        if device.type == "cpu" or not spec.only_on_cpu:
+            return False
+        name = f"{name} on {device.type}"
     if quantization is not None:
         raise ConfigError(
             f"quantization {quantization!r} is for {', '.join(FAMILIES)}; "

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from outrider.errors import ConfigError
 
 
-def rope_frequencies(config: Any, width: int, max_len: int) -> tuple[Tensor, float]:
+def rope_frequencies(config: Any, width: int, max_len: int, layers: str = "") -> tuple[Tensor, float]:
     """Frequencies float32 [width / 2] of heads of `width` dimensions, and the factor of cos and sin.
 
+    layers: kind of layers whose set in rope_parameters it is, if there are several.
     Scalings that depend on the text's length are computed for `max_len` tokens.  `modeling_llama`, whose
     numbers these are, takes longer to import than all else.
     """
-    rope = config.rope_parameters
+    rope = config.rope_parameters[layers] if layers else config.rope_parameters
     kind = rope["rope_type"]
     if kind == "default":
         return 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float) / width), 1.0
@@ -25,7 +26,9 @@ def rope_frequencies(config: Any, width: int, max_len: int) -> tuple[Tensor, flo
     if kind not in ROPE_INIT_FUNCTIONS:
         raise ConfigError(f"the model's rope type {kind!r} (rope_parameters) is unknown to transformers.")
     longer = kind == "longrope" or (kind == "dynamic" and max_len > config.max_position_embeddings)
-    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, seq_len=torch.tensor(max_len) if longer else None)
+    given: dict[str, Any] = {"layer_type": layers} if layers else {}
+    length = torch.tensor(max_len) if longer else None
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length, **given)
     return frequencies.float(), scale
 
 

@@ -108,6 +108,9 @@ def _options(
             f"tensor_parallel_size and pipeline_parallel_size are for {', '.join(FAMILIES)}; "
             f"{spec.architecture} runs in one process: leave them out."
         )
+    if spec.only_on_cpu:
+        option = "tensor_parallel_size" if layout.tensor > 1 else "pipeline_parallel_size"
+        raise ConfigError(f"{option} is not supported for {spec.architecture}: leave it out.")
     layout.check(spec)
     table = rotations(checkpoint.config, max_len, SELF_TEST)
     return ModelOptions(spec, layout, device.type, precision, table)

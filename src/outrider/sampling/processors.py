@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core.params import SamplingParams
+from outrider.core.params import COLDEST, HOTTEST, SamplingParams
 from outrider.core.processor import Ids, Processor
 from outrider.errors import RequestError
 
@@ -146,7 +146,10 @@ class UserProcessor:
         running_since.setdefault(thread, time.monotonic())
         try:
             edited = self.function(*prompt, ids.since(self.prompt), logits.clone())
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        # SystemExit or asyncio's CancelledError would end the thread of an engine
+        except BaseException as error:
             raise RequestError(f"logits_processors: {name} raised {type(error).__name__}: {error}") from error
         finally:
             if not inner:
@@ -188,7 +191,8 @@ class Penalties:
     """
 
     def __init__(self, prompt: int, limit: int, params: SamplingParams) -> None:
-        self.prompt, self.repetition = prompt, params.repetition_penalty
+        # within float32, where 0 times infinity would be no number
+        self.prompt, self.repetition = prompt, min(max(params.repetition_penalty, COLDEST), HOTTEST)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
         self.tokens: list[int] | None = None  # the counted list, up to `upto`
         self.upto = self.largest = 0

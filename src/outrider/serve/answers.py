@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
@@ -41,6 +41,22 @@ class Choices(Protocol):
 
     def reasoning_tokens(self, sample: CompletionOutput) -> int:
         """Number of the tokens in front of the answer."""
+
+
+@dataclass
+class SoFar:
+    """What has been sent of a stream.
+
+    opened: beginning of most events; the rest is what changes.  counts: the field of those without usage, if
+    usage is asked for.  started: choice -> tokens whose ids and origins have been sent.
+    complete: choices; the other ones of a request may go on.  ended: outputs, in the order of their ends.
+    """
+
+    opened: str
+    counts: dict[str, Any]
+    started: dict[int, int] = field(default_factory=dict)
+    complete: set[int] = field(default_factory=set)
+    ended: list[RequestOutput] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -94,55 +110,52 @@ class Job:
 
         An error after the first event is an event, too; one before it is raised.
         """
-        began = False
+        options = self.body.stream_options or StreamOptions()
+        opened = f"data: {dumps(self.head(self.chunk_kind))[:-1]},"
+        began, sent = False, SoFar(opened, {"usage": None} if options.include_usage else {})
         try:
             with naming(self.body):
-                async with aclosing(self._chunks(room)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-                        began = True
+                # with each draft tree, if these are asked for
+                async with self.server.stream(self.requests, room, self.body.return_origins) as outputs:
+                    async for i, output in outputs:
+                        if text := self._grown(i, output, sent):
+                            yield text
+                            began = True
+                for text in self._last(sent):
+                    yield text
         except Exception as error:
             if not began:
                 raise
             yield event(api_error(error).body())
         yield DONE
 
-    async def _chunks(self, room: ExitStack) -> AsyncGenerator[str]:
-        """The events, those of one output together."""
-        options, samples = self.body.stream_options or StreamOptions(), self.body.n
-        ended: dict[int, RequestOutput] = {}
+    def _grown(self, i: int, output: RequestOutput, sent: SoFar) -> str:
+        """The events of one output, together; "" if nothing is new."""
+        if self.body.max_tokens == 0:
+            without_text(output)
+        options, made, counts = self.body.stream_options, list[str](), sent.counts
+        for sample in output.outputs:
+            index = i * self.body.n + sample.index
+            if index in sent.complete:
+                continue
+            if sample.finish_reason is not None:
+                sent.complete.add(index)
+            if counts and options is not None and options.continuous_usage_stats:
+                counts = {"usage": usage_so_far(output, sample)}
+            for outer, part in self._parts(i, sample, sent.started, index):
+                changing = {**outer, "choices": [{"index": index, **part}], **counts}
+                made.append(f"{sent.opened}{dumps(changing)[1:]}\n\n")
+        if output.finished:
+            sent.ended.append(output)
+        return "".join(made)
+
+    def _last(self, sent: SoFar) -> Iterator[str]:
+        """The events behind those of the choices."""
         head = self.head(self.chunk_kind)
-        opened = f"data: {dumps(head)[:-1]},"  # of most events; the rest is what changes
-        usage: dict[str, Any] = {"usage": None} if options.include_usage else {}
-        started: dict[int, int] = {}  # choice -> tokens whose ids and origins have been sent
-        complete = set[int]()  # choices; the other ones of a request may go on
-        every_step = self.body.return_origins  # each with its draft tree
-        async with aclosing(self.server.stream(self.requests, room, every_step)) as outputs:
-            async for i, output in outputs:
-                if self.body.max_tokens == 0:
-                    without_text(output)
-                made: list[str] = []
-                for sample in output.outputs:
-                    index = i * samples + sample.index
-                    if index in complete:
-                        continue
-                    if sample.finish_reason is not None:
-                        complete.add(index)
-                    counts = usage
-                    if usage and options.continuous_usage_stats:
-                        counts = {"usage": usage_so_far(output, sample)}
-                    for outer, part in self._parts(i, sample, started, index):
-                        changing = {**outer, "choices": [{"index": index, **part}], **counts}
-                        made.append(f"{opened}{dumps(changing)[1:]}\n\n")
-                if made:
-                    yield "".join(made)
-                if output.finished:
-                    ended[i] = output
-        total = list(ended.values())
-        if usage:
-            yield event({**head, "choices": [], "usage": self._usage(total)})
+        if sent.counts:
+            yield event({**head, "choices": [], "usage": self._usage(sent.ended)})
         if self.body.return_speculation:
-            yield event({**head, "choices": [], "speculation": speculation_of(total), **usage})
+            yield event({**head, "choices": [], "speculation": speculation_of(sent.ended), **sent.counts})
 
     def _parts(
         self, i: int, sample: CompletionOutput, started: dict[int, int], index: int

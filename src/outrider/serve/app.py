@@ -57,9 +57,9 @@ def make_app(server: Server, lifespan: Lifespan[FastAPI] | None = None) -> FastA
     )
     app.router.route_class = StrictRoute
     errors.install(app)
+    add_generation(app, server)  # first: routes are tried in this order
     add_status(app, server)
     add_models(app, server)
-    add_generation(app, server)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     return app
 

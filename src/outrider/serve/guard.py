@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.serve.errors import ApiError, api_error, not_ready
 from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
-from outrider.serve.wire import Left
+from outrider.serve.wire import DIRECT, Left, is_closed
 
 # routes that need no key and answer in every state; "" is redirected to "/"
 OPEN = ("", "/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json")
@@ -53,13 +53,9 @@ class Guard:
         async def noted(message: Message) -> None:
             nonlocal started
             started = started or message["type"] == "http.response.start"
-            try:
-                await send(message)
-            except RuntimeError as error:  # uvloop's, before uvicorn knows that the connection is lost
-                if "the handler is closed" in str(error):
-                    raise Left from error
-                raise
+            await send(message)
 
+        scope[DIRECT] = send
         try:
             path = self._routed(scope)
             public = path in OPEN or (path.startswith(FILES) and ".." not in path)
@@ -72,6 +68,9 @@ class Guard:
         except Left:
             log.debug("a client left")
         except Exception as error:
+            if is_closed(error):
+                log.debug("a client left")
+                return
             refusal = api_error(error)
             if not started:
                 await refusal.response()(scope, receive, send)

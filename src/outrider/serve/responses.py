@@ -139,7 +139,7 @@ class Responses:
 
     async def _events(self, room: ExitStack) -> AsyncGenerator[dict[str, Any]]:
         head = self._head("in_progress")
-        async with aclosing(self.server.stream(self.requests, room)) as outputs:
+        async with self.server.stream(self.requests, room) as outputs:
             async for _, output in outputs:
                 if self.sequence == 0:
                     yield {"type": "response.created", "response": head}

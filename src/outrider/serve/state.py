@@ -7,8 +7,8 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from outrider.serve.tools import parser_for
 from outrider.serve.traces import Traces
 
 Result = TypeVar("Result")
+Outputs = AsyncGenerator[tuple[int, RequestOutput]]
 MEMORY = 0.9  # weight of the past in the mean duration of requests
 log = logging.getLogger("outrider.serve")
 
@@ -223,23 +224,27 @@ class Server:
     async def outputs(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """Run requests to their ends.  Raises EngineError, and TimeoutError after request_timeout."""
         with self.room(requests) as room:
-            found = {i: output async for i, output in self._followed(requests, room)}
+            async with self._followed(requests, room) as outputs:
+                found = {i: output async for i, output in outputs}
         return [found[i] for i in range(len(requests))]
 
     def stream(
         self, requests: Sequence[Request], room: ExitStack, every_step: bool = False
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
-        """Yield (index of the request, its output so far) of several requests as they come.
+    ) -> AbstractAsyncContextManager[Outputs]:
+        """(index of the request, its output so far) of several requests as they come, within a block.
 
         All outputs of a request are one object.  room: places of the requests, left when all have been
-        generated, also if the reader is slow.  every_step: without stream_interval.  Errors are those of
-        `outputs`.
+        generated, also if the reader is slow.  every_step: without stream_interval, and with `token_ends`.
+        Errors are those of `outputs`.
         """
+        for request in requests:
+            request.ends = every_step
         return self._followed(requests, room, interval=0.0 if every_step else self.options.stream_interval)
 
+    @asynccontextmanager
     async def _followed(
         self, requests: Sequence[Request], room: ExitStack, interval: float | None = None
-    ) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    ) -> AsyncIterator[Outputs]:
         """interval: least seconds between two outputs of a request; None: only the last ones."""
         running = set(range(len(requests)))
 
@@ -254,8 +259,7 @@ class Server:
         try:
             final, least = interval is None, interval or 0.0
             async with aclosing(self.engine.follow(requests, final, end, timeout, least)) as outputs:
-                async for each in outputs:
-                    yield each
+                yield outputs
         except BaseException as error:
             while running:
                 running.pop()

@@ -17,6 +17,8 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 SEND_SECONDS = 60.0
 DONE = "data: [DONE]\n\n"
+# in a scope: the `send` below middleware and routes, which look at the start of a response only
+DIRECT = "outrider.send"
 # JSON in ASCII, since a text may hold half of a surrogate pair.
 dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -76,6 +78,11 @@ class Left(Exception):
     """The client has closed its connection."""
 
 
+def is_closed(error: Exception) -> bool:
+    """Whether it is uvloop's about a lost connection, before uvicorn knows that it is lost."""
+    return isinstance(error, RuntimeError) and "the handler is closed" in str(error)
+
+
 async def unless_left(receive: Receive, work: Coroutine[Any, Any, T], *ends: Coroutine[Any, Any, None]) -> T:
     """Result of `work`.  Cancels it and raises Left when the client leaves or one of `ends` has ended."""
     task, *watches = map(asyncio.ensure_future, (work, _left(receive), *ends))
@@ -117,15 +124,15 @@ class Events(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self.room, suppress(Left, OSError):
-            await unless_left(receive, self._stream(send), self._stuck())
+            await unless_left(receive, self._stream(send, scope.get(DIRECT, send)), self._stuck())
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, send: Send, direct: Send) -> None:
         async with aclosing(self.rest):
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            await self._send(send, self.first)
+            await self._send(direct, self.first)
             async for text in self.rest:
-                await self._send(send, text)
+                await self._send(direct, text)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, text: str) -> None:

@@ -15,7 +15,13 @@ from outrider.train.base import write_head
 from outrider.train.methods import methods
 
 # Methods whose heads another one trains, or writes.
-WRITTEN_AS = {"dspark": "dflash", "domino": "dflash", "lstm_speculator": "mlp_speculator"}
+WRITTEN_AS = {
+    "dspark": "dflash",
+    "domino": "dflash",
+    "dflash2": "dflash",
+    "dflare": "dflash",
+    "lstm_speculator": "mlp_speculator",
+}
 
 
 def export(

@@ -260,7 +260,7 @@ def _check_same(processes: Processes, key: str) -> None:
 def _steps(trainer: Trainer, evaluate: Evaluation, report: Report, deadline: float) -> bool:
     """Steps up to the last one; False if the time runs out before."""
     options, processes = trainer.options, trainer.processes
-    if trainer.step == 0 and processes.first:
+    if trainer.step == 0 and processes.first and not trainer.records:  # an earlier process may have made it
         evaluate()
     if processes.total(time.perf_counter() > deadline):  # no time for a step
         return trainer.done == 1

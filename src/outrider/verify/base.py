@@ -19,8 +19,8 @@ from outrider.sampling.random_streams import normal
 class Picker(Protocol):
     """Lazily evaluated picks and distributions of the target at the nodes of a batch, and random choices.
 
-    path: tokens from the root to `node` (-1 = the root) of row `row` of the batch.  An OutriderError ends its
-    row.
+    path: tokens from the root to `node` (-1 = the root) of row `row` of the batch.  An OutriderError at the
+    root ends the row.
 
     The random streams (sampling draft tokens, accepting, emitting) are functions of (seed, sample, row
     length, node).  They are independent of each other and of the noise that `pick` adds.
@@ -40,24 +40,53 @@ class Picker(Protocol):
 
 
 class RowPicker:
-    """`Picker` of one row."""
+    """`Picker` of one row.
 
-    __slots__ = ("picker", "row")
+    Where a draft token leads to an OutriderError, say of a logits processor, that token seems to follow
+    itself, and nothing behind it may be emitted (`known`).  The text may end before.  If it does not, the
+    next step fails, as in plain decoding.
+
+    unknown: paths to such draft tokens.
+    """
+
+    __slots__ = ("at_root", "picker", "row", "unknown")
 
     def __init__(self, picker: Picker, row: int) -> None:
         self.picker, self.row = picker, row
+        self.at_root: Tensor | None = None  # the distribution there
+        self.unknown: list[list[int]] = []
 
     def pick(self, node: int, path: Sequence[int]) -> int:
-        return self.picker.pick(self.row, node, path)
+        try:
+            return self.picker.pick(self.row, node, path)
+        except OutriderError:
+            if node == ROOT:
+                raise
+            self.unknown.append(list(path))
+            return path[-1]
 
     def p(self, node: int, path: Sequence[int]) -> Tensor:
-        return self.picker.p(self.row, node, path)
+        try:
+            p = self.picker.p(self.row, node, path)
+        except OutriderError:
+            if self.at_root is None:
+                raise
+            self.unknown.append(list(path))
+            return point_mass(path[-1], self.at_root)
+        if node == ROOT:
+            self.at_root = p
+        return p
 
     def accept(self, node: int, probability: float) -> bool:
         return self.picker.accept(self.row, node, probability)
 
     def draw(self, node: int, distribution: Tensor) -> int:
         return self.picker.draw(self.row, node, distribution)
+
+    def known(self, emitted: Sequence[int]) -> int:
+        """Number of the tokens to emit that are not behind an unknown path."""
+        lengths = [len(path) for path in self.unknown if emitted[: len(path)] == path]
+        return min(lengths, default=len(emitted))
 
 
 class Rule:
@@ -97,8 +126,10 @@ class Rule:
         """Set `accepted` and `emitted` of every row, or `error` of a row that fails (see Scheduler.clip)."""
         for r, step in enumerate(batch):
             if step.emits and not step.verified:
+                target = RowPicker(picker, r)
                 try:
-                    step.accepted, step.emitted = self.walk(step.tree, RowPicker(picker, r))
+                    step.accepted, step.emitted = self.walk(step.tree, target)
+                    step.shorten(target.known(step.emitted))
                     if step.row.grammar is not None:
                         step.shorten(step.row.grammar.checked(Ids(step.row.tokens, step.emitted)))
                 except OutriderError as error:

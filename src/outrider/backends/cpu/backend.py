@@ -99,6 +99,10 @@ class CpuBackend(Picking):
         self.lib.rms_norm(x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps, y.data_ptr())
         return y
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        self.lib.soft_cap(x.data_ptr(), x.shape[0], x.shape[1], cap, None, 0)
+        return x
+
     def prepare(self, step_input: StepInput) -> StepView:
         return structs.view(step_input)
 
@@ -132,17 +136,19 @@ class CpuBackend(Picking):
         packed = (STRUCTS["Layer"] * len(layers))()
         for to, layer in zip(packed, layers):
             for name in structs.LINEARS:
-                setattr(to, name, getattr(layer, name).c)
+                if (linear := getattr(layer, name)) is not None:
+                    setattr(to, name, linear.c)
             for name in structs.VECTORS:
                 setattr(to, name, address(getattr(layer, name)))
-            to.window = layer.window
-        sizes = {name: getattr(spec, name) for name in structs.SIZES}
+            to.window, to.rotary = layer.window, address(layer.rotations)
+        experts = structs.attach_experts(packed, layers)
+        sizes = {name: getattr(spec, name) for name in structs.SIZES} | structs.expert_sizes(layers)
         shape = STRUCTS["ModelShape"](
-            **sizes, layers=len(layers), padded_dim=Pool.wide(spec.head_dim), scale=spec.head_dim**-0.5,
-            rotary_dim=rotations.shape[1], rotary=rotations.data_ptr(),
-            rounds_inputs=self._rounds_inputs,
+            **sizes, layers=len(layers), padded_dim=Pool.wide(spec.head_dim), scale=layers[0].scale,
+            rotary_dim=rotations.shape[1], rotary=rotations.data_ptr(), cap=layers[0].cap,
+            rounds_inputs=self._rounds_inputs, is_gelu=layers[0].gelu,
         )  # fmt: skip
-        return Stack(packed, shape, (layers, rotations))
+        return Stack(packed, shape, (layers, rotations, experts))
 
     def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:
         layers = (STRUCTS["Layer"] * len(skips)).from_buffer_copy(stack.layers)

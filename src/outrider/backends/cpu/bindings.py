@@ -1,4 +1,4 @@
-"""ctypes bindings made from kernels.h: one struct class for a typedef, one signature for a prototype.
+"""ctypes bindings made from kernels.h and runs.h: a struct class for a typedef, a signature for a prototype.
 
 A pointer to a struct takes an instance, an array or None.  Every other pointer takes an address or None.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HEADER = Path(__file__).parent / "csrc" / "kernels.h"
+HEADERS = [Path(__file__).parent / "csrc" / name for name in ("kernels.h", "runs.h")]
 _SCALARS = ("char", "int", "int32_t", "int64_t", "uint64_t", "float", "double")
 NUMBERS: dict[str, Any] = {name: getattr(ctypes, f"c_{name.removesuffix('_t')}") for name in _SCALARS}
 NUMBERS["void"] = None
@@ -24,7 +24,7 @@ def _declared(text: str, types: dict[str, Any], separate: str) -> Iterator[tuple
     """Name and type of what C declares, for example `const float *a, *b; int64_t rank`."""
     for declaration in filter(None, (part.strip() for part in text.split(separate))):
         found = _DECLARATION.fullmatch(declaration)
-        assert found and found[1] in types, f"no binding of {declaration!r} in {HEADER.name}"
+        assert found and found[1] in types, f"no binding of {declaration!r} in the headers"
         for name in found[2].split(","):
             stars, base = name.count("*"), types[found[1]]
             if stars:
@@ -46,11 +46,11 @@ def _parse(text: str) -> tuple[dict[str, Any], dict[str, tuple[Any, dict[str, An
     return {name: made for name, made in types.items() if name not in NUMBERS}, functions
 
 
-STRUCTS, FUNCTIONS = _parse(HEADER.read_text(encoding="utf-8"))
+STRUCTS, FUNCTIONS = _parse("\n".join(path.read_text(encoding="utf-8") for path in HEADERS))
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the argument and result types of all functions of kernels.h."""
+    """Set the argument and result types of all functions of the headers."""
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = [*arguments.values()], result

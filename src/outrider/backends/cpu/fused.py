@@ -61,8 +61,10 @@ class CpuFusedModel:
         self._buffer = torch.empty(0, 0)  # for logits, used again
         self._logits = Logits.of(self._buffer)  # the part of the last call
 
-    def pack_ends(self, embedding: Packed, norm: Tensor, head: Packed) -> Ends:
-        c = STRUCTS["ModelEnds"](embedding.c, head.c, norm.data_ptr(), head.outputs)
+    def pack_ends(
+        self, embedding: Packed, norm: Tensor, head: Packed, scale: float = 1.0, cap: float = 0.0
+    ) -> Ends:
+        c = STRUCTS["ModelEnds"](embedding.c, head.c, norm.data_ptr(), head.outputs, scale, cap)
         return Ends(c, (embedding, norm, head))
 
     def forward(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from outrider.backends.base import DecoderLayer
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
@@ -17,7 +19,7 @@ from outrider.core.stop_rule import StopRule, hidden_of
 LINEARS = ("qkv", "o", "gate_up", "down")
 ROWS = STRUCTS["Rows"]
 SIZES = ("hidden", "inner", "heads", "kv_heads", "head_dim", "eps")
-VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm")
+VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm", "norm_attended", "norm_mlp")
 
 
 def keys_of(pool: Pool, layer: int = 0) -> int:
@@ -28,6 +30,32 @@ def keys_of(pool: Pool, layer: int = 0) -> int:
 def packer(name: str) -> struct.Struct:
     """What packs a struct of kernels.h as bytes, in a quarter of the time of a ctypes instance."""
     return struct.Struct("".join(kind._type_ for _, kind in STRUCTS[name]._fields_) + "0q")
+
+
+def attach_experts(packed: Any, layers: Sequence[DecoderLayer]) -> list[Any]:
+    """Let `Layer`s of kernels.h point at their experts.  Returns these, which the caller keeps alive."""
+    alive = []
+    for to, layer in zip(packed, layers):
+        if (experts := layer.experts) is not None:
+            of_layer = (STRUCTS["Expert"] * len(experts.gate_up))()
+            for expert, gate_up, down in zip(of_layer, experts.gate_up, experts.down):
+                expert.gate_up, expert.down = gate_up.c, down.c
+            to.router, to.experts = experts.router.c, ctypes.addressof(of_layer)
+            alive.append(of_layer)
+    return alive
+
+
+def expert_sizes(layers: Sequence[DecoderLayer]) -> dict[str, int]:
+    """The fields of `ModelShape` about experts, which all layers with experts agree in."""
+    for experts in (layer.experts for layer in layers):
+        if experts is not None:
+            return {
+                "experts": len(experts.down),
+                "chosen_experts": experts.chosen,
+                "expert_inner": experts.down[0].inputs,
+                "normalizes_experts": int(experts.normalized),
+            }
+    return {}
 
 
 def stop_rule(rule: StopRule | None) -> Any:

@@ -22,9 +22,11 @@ from outrider.backends.base import (
     Backend,
     DecoderLayer,
     FusedModel,
+    LayerExperts,
     LayerKV,
     ModelShape,
     Norms,
+    ScoreModifier,
     Scores,
     TopNext,
 )
@@ -165,6 +167,14 @@ class TorchBackend:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        """Row by row: torch computes the last elements of a call in another way."""
+        gate, up = x.chunk(2, dim=-1)
+        return torch.stack([F.gelu(row, approximate="tanh") for row in gate]) * up
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return torch.stack([torch.tanh(row / cap) for row in x]) * cap if len(x) else x
+
     def prepare(self, step_input: StepInput) -> list[Group]:
         key = (attention.prepare, self.device)
         return step_input.derived(key, lambda step: attention.prepare(step, self.device))
@@ -208,13 +218,39 @@ class TorchBackend:
             given = None if i else u
             if not skip & 1:
                 seen = self.rms_norm(x, block.norm_in, block.eps) if given is None else given
-                q = self.rope_store(linear("qkv", seen), block, stack.rotations, own)
-                found = self.attend(q, block, own, Scores(block.head_dim**-0.5, block.window))
-                x, given = linear("o", found, add=x), None
+                rotations = stack.rotations if block.rotations is None else block.rotations
+                q = self.rope_store(linear("qkv", seen), block, rotations, own)
+                modifier = ScoreModifier(block.cap) if block.cap else None
+                found = self.attend(q, block, own, Scores(block.scale, block.window, modifier))
+                x, given = self._add(x, linear, "o", found, block.norm_attended), None
             if not skip & 2:
                 seen = self.rms_norm(x, block.norm_post, block.eps) if given is None else given
-                x = linear("down", self.silu_mul(linear("gate_up", seen)), add=x)
+                if block.experts is not None:
+                    x = x.add_(self._mixture(seen, block.experts))
+                else:
+                    act = self.gelu_mul if block.gelu else self.silu_mul
+                    x = self._add(x, linear, "down", act(linear("gate_up", seen)), block.norm_mlp)
         return x
+
+    def _add(self, x: Tensor, linear: _AdaptedLayer, name: str, found: Tensor, norm: Tensor | None) -> Tensor:
+        """x plus a linear, or plus its norm."""
+        if norm is None:
+            return linear(name, found, add=x)
+        return x.add_(self.rms_norm(linear(name, found), norm, linear.layer.eps))
+
+    def _mixture(self, x: Tensor, experts: LayerExperts) -> Tensor:
+        """The weighted sum [n, h] of every row's experts, by number, each computed for all of its rows."""
+        probs = torch.softmax(self.linear(x, experts.router).float(), dim=-1)
+        weights, chosen = probs.topk(experts.chosen)
+        if experts.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        total = torch.zeros_like(x)
+        for expert in sorted({*chosen.flatten().tolist()}):
+            rows, rank = (chosen == expert).nonzero(as_tuple=True)
+            inner = self.silu_mul(self.linear(x[rows], experts.gate_up[expert]))
+            y = self.linear(inner, experts.down[expert]) * weights[rows, rank, None].to(x)
+            total[rows] = total[rows] + y
+        return total
 
     def should_stop(
         self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0

@@ -61,7 +61,10 @@ class TritonFusedModel:
     def __init__(self, backend: Launching) -> None:
         self.backend = backend
 
-    def pack_ends(self, embedding: TritonWeight, norm: Tensor, head: TritonWeight) -> Ends:
+    def pack_ends(
+        self, embedding: TritonWeight, norm: Tensor, head: TritonWeight, scale: float = 1.0, cap: float = 0.0
+    ) -> Ends:
+        assert scale == 1.0 and cap == 0.0, "models with these run elsewhere on a GPU (models/load.py)"
         return Ends(embedding, norm, head)
 
     def forward(

@@ -7,12 +7,14 @@ from typing import Any
 from outrider.checkpoints.fields import CONFIG
 from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.gguf.file import GgufFile
-from outrider.checkpoints.gguf.names import ROPE_FACTORS
+from outrider.checkpoints.gguf.names import ROPE_FACTORS, family_of
 from outrider.checkpoints.validate import check
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# Layers of the models whose attention scores llama.cpp scales by hidden_size / heads, as their configs say.
+# GGUF has no key for it.
+SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -20,22 +22,23 @@ def read_config(file: GgufFile) -> Any:
     """A transformers config.  Raises ModelError for an unsupported architecture and for corrupt metadata."""
     import transformers
 
-    family = FAMILIES.get(file.architecture)
-    if family is None:
-        raise ModelError(
-            f"{file.path} holds architecture {file.architecture!r}, which is not supported.  "
-            f"Supported: {', '.join(FAMILIES)}."
-        )
-    settings = _settings(file, family)
+    family = family_of(file.architecture, file.path)
+    if file.architecture == "llama" and file.integer("expert_count", 0):
+        family = "Mixtral"  # the only Llama with experts
+    settings = _settings(file, family) | _expert_settings(file)
+    if file.architecture in SCALED_BY_WIDTH:
+        settings |= _gemma_settings(file, settings)
     check(settings, CONFIG, file.path)
     try:
-        config = getattr(transformers, f"{family}Config")(**settings)
+        kind = "Gemma3Text" if family == "Gemma3" else family
+        config = getattr(transformers, f"{kind}Config")(**settings)
     except Exception as error:  # transformers raises errors of several kinds
         reason = (str(error).splitlines() or [type(error).__name__])[-1].strip()
         raise ModelError(
             f"{file.path} is corrupt: its metadata do not describe a {family} model: {reason}"
         ) from error
-    if window := file.integer("attention.sliding_window", 0):
+    window = file.integer("attention.sliding_window", 0)
+    if window and "sliding_window" not in settings:
         config.sliding_window = window
         config.layer_types = ["sliding_attention"] * config.num_hidden_layers
     return config
@@ -70,6 +73,32 @@ def _settings(file: GgufFile, family: str) -> dict[str, Any]:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
     }
+
+
+def _expert_settings(file: GgufFile) -> dict[str, Any]:
+    """Settings of a mixture of experts; none for a model without."""
+    if not (count := file.integer("expert_count", 0)):
+        return {}
+    settings = {"num_local_experts": count, "num_experts_per_tok": file.integer("expert_used_count")}
+    if file.architecture == "llama":
+        return settings
+    inner = file.integer("expert_feed_forward_length")
+    # llama.cpp normalizes the weights of every model with this architecture
+    return settings | {"moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
+def _gemma_settings(file: GgufFile, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of Gemma 2 and 3; which layers slide follows from the number of the layer."""
+    head_dim, layers = settings["head_dim"], settings["num_hidden_layers"]
+    by_width = layers == SCALED_BY_WIDTH[file.architecture]
+    scalar = settings["hidden_size"] // settings["num_attention_heads"] if by_width else head_dim
+    own = {"query_pre_attn_scalar": scalar, "sliding_window": file.integer("attention.sliding_window")}
+    if file.architecture == "gemma2":
+        caps = (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))
+        return own | {key: file.number(key, default) for key, default in caps}
+    local = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", 10000.0)}
+    ropes = {"full_attention": settings["rope_parameters"], "sliding_attention": local}
+    return own | {"rope_parameters": ropes}
 
 
 def _head_dim(file: GgufFile, heads: int, hidden: int) -> int:

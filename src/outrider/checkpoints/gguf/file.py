@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from outrider.checkpoints.fields import GGUF
-from outrider.checkpoints.gguf.names import checkpoint_name
+from outrider.checkpoints.gguf.names import checkpoint_name, family_of
 from outrider.checkpoints.validate import check
 from outrider.errors import ModelError
 
@@ -27,6 +27,7 @@ SCALAR_TYPES |= {10: "u8", 11: "i8", 12: "f8"}
 STRING, ARRAY = 8, 9
 MAX_ARRAY_DEPTH, MAX_ARRAY_LENGTH = 4, 1 << 24
 DEFAULT_ALIGNMENT = 32
+ARCHITECTURE = "general.architecture"
 
 
 class TensorEntry(NamedTuple):
@@ -53,6 +54,7 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, TensorEntry] = {}
+        self.metadata: dict[str, Any] = {}
         self.metadata = self._read(path)
         for shard in self._other_shards():
             self._read(shard)
@@ -84,15 +86,18 @@ class GgufFile:
             raise ModelError(f"there is no file {path}.") from None
         except (OSError, ValueError, struct.error, OverflowError) as error:
             raise ModelError(f"{path} is corrupt or truncated: {error}.") from error
+        if ARCHITECTURE in metadata:  # before its tensors, whose names may be unknown for that reason
+            family_of(str(metadata[ARCHITECTURE]), path)
         data_start = reader.position + -reader.position % metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        architecture = str((self.metadata or metadata).get(ARCHITECTURE))
         for header in headers:
-            name = checkpoint_name(header.name, path)
+            name = checkpoint_name(header.name, path, architecture)
             self.tensors[name] = _tensor_entry(path, reader.data, header, data_start)
         return metadata
 
     @property
     def architecture(self) -> str:
-        return str(self.metadata.get("general.architecture", "?"))
+        return str(self.metadata.get(ARCHITECTURE, "?"))
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number of the architecture's metadata.

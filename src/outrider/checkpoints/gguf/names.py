@@ -1,4 +1,4 @@
-"""Tensor names of GGUF files, and the names that the same tensors have in a safetensors checkpoint."""
+"""Architectures and tensor names of GGUF files, and the names of the same tensors in a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 
 from outrider.errors import ModelError
 
+FAMILIES = {
+    "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3moe": "Qwen3Moe", "gemma": "Gemma",
+    "gemma2": "Gemma2", "gemma3": "Gemma3",
+}  # fmt: skip
 MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -20,11 +24,31 @@ BLOCK_TENSORS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",  # of all experts of a layer, [experts, outputs, inputs]
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
+OUTPUT_NORMS = {  # where the outputs of attention and MLP are normalized, too
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OWN_TENSORS = {"gemma2": OUTPUT_NORMS, "gemma3": OUTPUT_NORMS}  # of an architecture
 ROPE_FACTORS = "rope_freqs.weight"  # one factor per frequency; no counterpart in a safetensors checkpoint
 
 
-def checkpoint_name(name: str, path: Path) -> str:
+def family_of(architecture: str, path: Path) -> str:
+    """The family's name in transformers.  Raises ModelError for an architecture that is not supported."""
+    if architecture not in FAMILIES:
+        raise ModelError(
+            f"{path} holds architecture {architecture!r}, which is not supported.  "
+            f"Supported: {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[architecture]
+
+
+def checkpoint_name(name: str, path: Path, architecture: str) -> str:
     """The name in a safetensors checkpoint.
 
     Raises ModelError for a tensor that the lean decoder does not use.
@@ -36,8 +60,9 @@ def checkpoint_name(name: str, path: Path) -> str:
         if stem in MODEL_TENSORS:
             return f"{MODEL_TENSORS[stem]}.{suffix}"
         block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-        if block and block[2] in BLOCK_TENSORS:
-            return f"model.layers.{block[1]}.{BLOCK_TENSORS[block[2]]}.{suffix}"
+        known = BLOCK_TENSORS | OWN_TENSORS.get(architecture, {})
+        if block and block[2] in known:
+            return f"model.layers.{block[1]}.{known[block[2]]}.{suffix}"
     raise ModelError(
         f"{path} has a tensor {name!r}, which the lean decoder does not compute: the architecture is not "
         "supported."

@@ -10,11 +10,12 @@ import numpy as np
 from torch import Tensor
 
 from outrider.checkpoints.gguf import blocks
-from outrider.checkpoints.gguf.file import GgufFile
+from outrider.checkpoints.gguf.file import GgufFile, TensorEntry
 from outrider.checkpoints.spec import Spec
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 log = logging.getLogger("outrider")
 
 
@@ -34,14 +35,16 @@ class GgufWeights:
     def get(self, name: str, *shape: int) -> Tensor:
         """The dense tensor.  Raises ModelError if it is missing or has another shape."""
         weight = self._unpack(name, shape)
-        return weight.dense() if isinstance(weight, QuantizedWeight) else weight
+        dense = weight.dense() if isinstance(weight, QuantizedWeight) else weight
+        # the files hold what is multiplied with, transformers adds 1
+        return dense - 1.0 if self.spec.traits.unit_norms and name.endswith("norm.weight") else dense
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         return self._unpack(f"{name}.weight", (outputs, inputs))
 
     def _unpack(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         """The weight of this shape.  Raises ModelError if it is missing or has another shape."""
-        entry = self.file.tensors.get(name)
+        entry = self._entry(name)
         if entry is None:
             raise ModelError(
                 f"{self.file.path} has no tensor {name!r} (GGUF has its own names, see "
@@ -56,6 +59,18 @@ class GgufWeights:
             rows = rows[self._half_split_order(shape[0])]
         weight = blocks.unpack(entry.ggml_type, rows, entry.block_bytes)
         return weight if isinstance(weight, QuantizedWeight) else weight.view(shape)
+
+    def _entry(self, name: str) -> TensorEntry | None:
+        """A tensor; of an expert, its part of the tensor that holds all experts of a layer."""
+        expert = EXPERT.fullmatch(name)
+        if expert is None:
+            return self.file.tensors.get(name)
+        joined, number = self.file.tensors.get(f"{expert[1]}.{expert[3]}"), int(expert[2])
+        if joined is None or len(joined.shape) != 3 or number >= joined.shape[0]:
+            return None
+        outputs, inputs = joined.shape[1:]
+        own = joined.rows[number * outputs : (number + 1) * outputs]
+        return joined._replace(shape=(outputs, inputs), rows=own)
 
     def _half_split_order(self, outputs: int) -> np.ndarray[Any, Any]:
         """Row order of Q and K for RoPE on dimensions (i, i + head_dim / 2).

@@ -1,5 +1,5 @@
-"""DFlash, DSpark and Domino: layers that draft a block in one pass, cross entropy with the text weighted by
-depth.
+"""DFlash, DFlash 2, DFlare, DSpark and Domino: layers that draft a block in one pass, cross entropy with the
+text weighted by depth.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.checkpoints.heads import Head
 from outrider.core.validate import Count, Flag, Natural, one_of, whole
-from outrider.draft import dflash, domino, dspark
+from outrider.draft import dflare, dflash, dflash2, domino, dspark
 from outrider.draft.dspark import MARKOV, VANILLA
 from outrider.draft.dspark import Network as DSparkNetwork
 from outrider.errors import ConfigError
@@ -33,7 +33,7 @@ OUTER = (  # keys of z-lab's configs beside those of a layer
 
 
 class DFlash(Method):
-    variants: ClassVar = {"dspark": "markov", "domino": "domino"}
+    variants: ClassVar = {"dspark": "markov", "domino": "domino", "dflash2": "selector", "dflare": "fusion"}
 
     @dataclass(frozen=True)
     class Options(TrainOptions):
@@ -42,7 +42,8 @@ class DFlash(Method):
         spread as in the publication.  draft_vocab_size: most frequent tokens of the answers; None: all.
         markov: rank of DSpark's table of the token before; 0 without one.  markov_kind: "vanilla", "gated" or
         "rnn".  confidence: with DSpark's predictor of the acceptance.  domino: width of Domino's recurrent
-        state; 0 without one.
+        state; 0 without one.  selector: rank of DFlash 2's selector, beside its convolutions; 0 without.
+        fusion: with DFlare's mix of the states for each layer.
         """
 
         layers: Count = 2
@@ -55,14 +56,19 @@ class DFlash(Method):
         markov_kind: Annotated[str, one_of(*MARKOV)] = VANILLA
         confidence: Flag = False
         domino: Natural = 0
+        selector: Natural = 0
+        fusion: Flag = False
 
         def __post_init__(self) -> None:
             super().__post_init__()
             kind = self.markov_kind != VANILLA
-            if self.domino and (self.markov or kind or self.confidence or self.draft_vocab_size):
+            spark = self.markov or kind or self.confidence or self.draft_vocab_size
+            others = [name for name in ("domino", "selector", "fusion") if getattr(self, name)]
+            if others and (spark or len(others) > 1):
                 raise ConfigError(
-                    "domino: such heads have all tokens of the target, and nothing of DSpark: leave "
-                    "draft_vocab_size, markov, markov_kind and confidence out."
+                    f"{others[-1]}: such heads have all tokens of the target, and nothing of DSpark or each "
+                    "other: leave draft_vocab_size, markov, markov_kind and confidence out, and give one "
+                    "of domino, selector and fusion."
                 )
             if kind and not self.markov:
                 raise ConfigError(
@@ -100,23 +106,30 @@ class DFlash(Method):
         if options.markov or options.confidence:
             table = {"markov": options.markov, "kind": options.markov_kind, "confidence": options.confidence}
             return DSparkNetwork.like(target, **given, **table)
-        if not options.domino:
+        network: BlockNetwork
+        if options.domino:
+            network = domino.Network.like(target, **given, width=options.domino)
+        elif options.selector:
+            network = dflash2.Network.like(target, **given, rank=options.selector)
+        elif options.fusion:
+            network = dflare.Network.like(target, **given)
+        else:
             return dflash.Network.like(target, **given)
-        network = domino.Network.like(target, **given, width=options.domino)
         if 0 in network.taps:
-            raise ConfigError("taps: a Domino head reads outputs of layers, so taps must be 1 or more.")
+            raise ConfigError("taps: such a head reads outputs of layers, so taps must be 1 or more.")
         return network
 
     @classmethod
     def convert(cls, head: Head, layout: str) -> Files:
-        kinds: tuple[type[BlockDrafter], ...] = (dspark.DSpark, domino.Domino, dflash.DFlash)
+        z_lab_only: tuple[type[BlockDrafter], ...] = (domino.Domino, dflash2.DFlash2, dflare.DFlare)
+        kinds: tuple[type[BlockDrafter], ...] = (dspark.DSpark, *z_lab_only, dflash.DFlash)
         drafter = next(kind for kind in kinds if kind.is_own(head))
-        check_layout(layout, ("z-lab",) if drafter is domino.Domino else ("speculators", "z-lab"))
+        check_layout(layout, ("z-lab",) if drafter in z_lab_only else ("speculators", "z-lab"))
         ours, config = drafter.FORMAT.translate(head), head.config
         tensors, anchored = dense(ours), drafter.anchored(head)
-        if drafter is not domino.Domino and "speculators_model_type" not in config:
+        if drafter not in z_lab_only and "speculators_model_type" not in config:
             config = _of_z_lab(ours, tensors, anchored)
-        if layout == "z-lab" and drafter is not domino.Domino:
+        if layout == "z-lab" and drafter not in z_lab_only:
             return _for_z_lab(config, tensors, anchored), tensors
         kept = {key: value for key, value in config.items() if key != "quantization_config"}
         published = drafter.FORMAT.layouts[0].published

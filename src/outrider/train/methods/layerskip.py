@@ -28,8 +28,7 @@ class LayerSkip(Method):
         if not 0 < layer < spec.layers:
             raise ConfigError(f"early_exit must be in 1 … {spec.layers - 1}, got {layer}.")
         self.wanted = (layer,)
-        norm = checkpoint.tensors().get("model.norm.weight", spec.hidden)
-        return Network(spec.hidden, layer, norm.float(), self.sizes.eps)
+        return Network(spec.hidden, layer, checkpoint.last_norm(), self.sizes.eps)
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:
         given = {"method": "layerskip", "exit_head": str(folder), "exit_threshold": None}

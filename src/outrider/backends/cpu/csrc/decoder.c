@@ -1,23 +1,35 @@
 /* The layers of a decoder in one call: per layer norm, qkv, rotary embedding, attention, output projection,
- * norm, gated MLP.
+ * norm, gated MLP or experts.  Some models also normalize what attention and MLP add.
  *
  * Each step is a kernel of its own over all rows, with the LoRA updates of a linear right after it.  Row
  * invariance is that of the kernels: nothing here mixes rows. */
+#include "experts.h"
 #include "memory.h"
 #include "simd.h"
 
-/* Activations of one layer, in one allocation. */
+/* Activations of one layer, in one allocation, and what experts need, in another.
+ * added: what a sublayer adds to x, before its norm. */
 typedef struct {
-    float *normed, *projected, *q, *inner;
+    float *normed, *added, *projected, *q, *inner, *experts;
 } Buffers;
 
 static Buffers allocate_buffers(const ModelShape *s, int64_t rows) {
     const int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim, attended = s->heads * s->head_dim;
     const int64_t projected = 2 * s->inner > qkv ? 2 * s->inner : qkv,
                   inner = s->inner > attended ? s->inner : attended;
-    float *normed = allocate(rows * (s->hidden + projected + s->heads * s->padded_dim + inner) * 4);
-    float *q = normed + rows * (s->hidden + projected);
-    return (Buffers){normed, normed + rows * s->hidden, q, q + rows * s->heads * s->padded_dim};
+    Buffers b = {0};
+    b.normed = allocate(rows * (2 * s->hidden + projected + s->heads * s->padded_dim + inner) * 4);
+    b.added = b.normed + rows * s->hidden;
+    b.projected = b.added + rows * s->hidden;
+    b.q = b.projected + rows * projected;
+    b.inner = b.q + rows * s->heads * s->padded_dim;
+    if (s->experts) b.experts = allocate(experts_floats(s, rows) * 4);
+    return b;
+}
+
+static void release_buffers(Buffers b) {
+    release(b.normed);
+    if (b.experts) release(b.experts);
 }
 
 /* A linear with its LoRA parts, of layer `layer`, for all rows. */
@@ -48,12 +60,19 @@ static Attention attention_of(const ModelShape *s, const Layer *layer, char *key
         .window = layer->window,
         .q_norm = layer->q_norm,
         .k_norm = layer->k_norm,
-        .rotary = s->rotary,
+        .rotary = layer->rotary ? layer->rotary : s->rotary,
         .eps = s->eps,
         .scale = s->scale,
         .kind = (int)s->kv_kind,
         .rounds_inputs = (int)s->rounds_inputs,
     };
+}
+
+/* x += the output of a linear, or its norm if the layer has one. */
+static void project_onto(const ModelShape *s, const LayerRows *at, const Weight *weight, int64_t part,
+                         const float *norm, const float *input, int64_t inputs, Buffers b, float *x) {
+    project(at, weight, part, 1, input, inputs, norm ? b.added : x, s->hidden, !norm);
+    if (norm) add_normed(x, b.added, norm, at->rows->num_rows, s->hidden, s->eps);
 }
 
 /* x += attention of `input` [rows,width]. */
@@ -63,8 +82,9 @@ static void attention_block(const ModelShape *s, const Layer *layer, const Layer
     const int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim;
     project(at, &layer->qkv, LORA_Q, 3, input, width, b.projected, qkv, 0);
     rope_store(&attention, at->rows, b.projected, b.q);
-    attend(&attention, at->rows, b.q, 0, b.inner);
-    project(at, &layer->o, LORA_O, 1, b.inner, s->heads * s->head_dim, x, s->hidden, 1);
+    const ScoreModifier capped = {.cap = s->cap};
+    attend(&attention, at->rows, b.q, s->cap > 0 ? &capped : 0, b.inner);
+    project_onto(s, at, &layer->o, LORA_O, layer->norm_attended, b.inner, s->heads * s->head_dim, b, x);
 }
 
 /* x += MLP of `input` [rows,hidden]; of norm(x) if it is null. */
@@ -72,9 +92,13 @@ static void mlp_block(const ModelShape *s, const Layer *layer, const LayerRows *
                       Buffers b, float *x) {
     if (!input) rms_norm(x, layer->norm_post, at->rows->num_rows, s->hidden, s->eps, b.normed);
     input = input ? input : b.normed;
+    if (layer->experts) {
+        mix_experts(s, layer, at->rows->num_rows, input, b.experts, x);
+        return;
+    }
     project(at, &layer->gate_up, LORA_GATE, 2, input, s->hidden, b.projected, 2 * s->inner, 0);
-    silu_mul(b.projected, at->rows->num_rows, s->inner, b.inner);
-    project(at, &layer->down, LORA_DOWN, 1, b.inner, s->inner, x, s->hidden, 1);
+    (s->is_gelu ? gelu_mul : silu_mul)(b.projected, at->rows->num_rows, s->inner, b.inner);
+    project_onto(s, at, &layer->down, LORA_DOWN, layer->norm_mlp, b.inner, s->inner, b, x);
 }
 
 void stack(const ModelShape *s, const Layer *layers, const Rows *rows, char *pool, int64_t plane_bytes,
@@ -99,5 +123,5 @@ void stack(const ModelShape *s, const Layer *layers, const Rows *rows, char *poo
         if (!(layer->skip & SKIP_MLP)) mlp_block(s, layer, &at, given, b, x);
     }
     if (taps && taps[s->layers]) memcpy(taps[s->layers], x, (size_t)state_bytes);
-    release(b.normed);
+    release_buffers(b);
 }

@@ -1,6 +1,7 @@
-/* RMS norm, gated SiLU, and the input of a draft head.  Threads share rows; within a row the order of
- * operations is fixed. */
+/* RMS norms, gated SiLU and GELU, soft cap, and the input of a draft head.  Threads share rows, or blocks of
+ * 64 logits; the order of operations on a row is fixed. */
 #include "elementwise.h"
+#include "blocks.h"
 #include "threads.h"
 
 typedef struct {
@@ -20,15 +21,43 @@ void rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, 
 }
 
 typedef struct {
+    float *x, *y;
+    const float *weight;
+    int64_t width;
+    float eps;
+} NormedSum;
+
+/* Lane by lane, the last lanes of a row through zero-padded vectors. */
+static void add_normed_rows(const void *loop, int64_t first, int64_t end) {
+    const NormedSum *s = loop;
+    const int64_t width = s->width;
+    for (; first < end; first++) {
+        float *x = s->x + first * width, *y = s->y + first * width;
+        rms_norm_row(y, s->weight, width, s->eps, y);
+        int64_t i = 0;
+        for (; i + LANES <= width; i += LANES) store(x + i, load(x + i) + load(y + i));
+        for (; i < width; i++) x[i] += y[i];
+    }
+}
+
+void add_normed(float *x, float *y, const float *weight, int64_t rows, int64_t width, float eps) {
+    parallel_for(rows, 8, add_normed_rows, &(NormedSum){x, y, weight, width, eps});
+}
+
+typedef struct {
     const float *x;
     int64_t width;
     float *y;
-} Silu;
+} Gated;
 
-/* Lane by lane g * sigmoid(g) * u, the last lanes of a row through zero-padded vectors: no operation depends
- * on its lane. */
-static void silu_rows(const void *loop, int64_t first, int64_t end) {
-    const Silu *s = loop;
+INLINE vfloat silu(vfloat g) { return g / (1.0f + vexp(-g)); }
+
+/* g / 2 * (1 + tanh(u)) is g * sigmoid(2 u), where u = sqrt(2 / pi) * (g + 0.044715 g^3). */
+INLINE vfloat gelu(vfloat g) { return g / (1.0f + vexp(g * (-1.5957691216f - 0.0713548162726f * g * g))); }
+
+/* Lane by lane act(g) * u, the last lanes of a row through zero-padded vectors: no operation depends on its
+ * lane. */
+INLINE void gate_rows(const int is_gelu, const Gated *s, int64_t first, int64_t end) {
     const int64_t width = s->width;
     for (int64_t r = first; r < end; r++) {
         const float *gate = s->x + r * 2 * width, *up = gate + width;
@@ -36,18 +65,55 @@ static void silu_rows(const void *loop, int64_t first, int64_t end) {
         int64_t i = 0;
         for (; i + LANES <= width; i += LANES) {
             const vfloat g = load(gate + i), u = load(up + i);
-            store(out + i, g / (1.0f + vexp(-g)) * u);
+            store(out + i, (is_gelu ? gelu(g) : silu(g)) * u);
         }
         if (i < width) {
             const vfloat g = load_part(gate + i, width - i), u = load_part(up + i, width - i);
-            const vfloat last = g / (1.0f + vexp(-g)) * u;
+            const vfloat last = (is_gelu ? gelu(g) : silu(g)) * u;
             memcpy(out + i, &last, (size_t)(width - i) * 4);
         }
     }
 }
 
+static void silu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(0, loop, first, end); }
+static void gelu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(1, loop, first, end); }
+
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y) {
-    parallel_for(rows, 4, silu_rows, &(Silu){x, width, y});
+    parallel_for(rows, 4, silu_rows, &(Gated){x, width, y});
+}
+
+void gelu_mul(const float *x, int64_t rows, int64_t width, float *y) {
+    parallel_for(rows, 4, gelu_rows, &(Gated){x, width, y});
+}
+
+typedef struct {
+    float *x;
+    int64_t width;
+    float cap, *block_max;
+    int64_t stride, blocks; /* blocks: of a row */
+} SoftCap;
+
+/* Item i is block i % blocks of row i / blocks.  The last block goes through a padded copy. */
+static void cap_blocks(const void *loop, int64_t item, int64_t end) {
+    const SoftCap *s = loop;
+    for (; item < end; item++) {
+        const int64_t row = item / s->blocks, block = item % s->blocks;
+        const int64_t left = min64(s->width - block * BLOCK, BLOCK);
+        float *x = s->x + row * s->width + block * BLOCK, values[BLOCK];
+        for (int64_t j = 0; j < BLOCK; j++) values[j] = j < left ? x[j] : -INFINITY;
+        for (int64_t j = 0; j < BLOCK; j += LANES) {
+            const vfloat twice = load(values + j) * (2.0f / s->cap);
+            store(values + j, s->cap - 2.0f * s->cap / (1.0f + vexp(twice)));
+        }
+        memcpy(x, values, (size_t)left * 4);
+        if (s->block_max) s->block_max[row * s->stride + block] = block_maximum(values);
+    }
+}
+
+void soft_cap(float *x, int64_t rows, int64_t width, float cap, float *block_max, int64_t block_max_stride) {
+    const int64_t blocks = divide_up(width, BLOCK);
+    parallel_for(rows * blocks, 64, cap_blocks,
+                 &(SoftCap){x, width, cap, block_max, block_max_stride, blocks});
 }
 
 typedef struct {

@@ -11,6 +11,20 @@ double picking;
 
 static double now(void) { return 1e-9 * (double)nanoseconds(); }
 
+static void embed_rows(const ModelEnds *ends, const int64_t *ids, int64_t rows, int64_t hidden, float *x) {
+    embed(&ends->embedding, ids, rows, hidden, x);
+    if (ends->scale != 1)
+        for (int64_t i = 0; i < rows * hidden; i++) x[i] *= ends->scale;
+}
+
+/* Logits [rows,outputs] of states [rows,hidden] after the last norm; block_max: as of linear_with_maxima. */
+static void read_logits(const ModelEnds *ends, const float *states, int64_t rows, int64_t hidden,
+                        float *logits, float *block_max, int64_t blocks) {
+    float *maxima = ends->cap > 0 ? 0 : block_max;
+    linear_with_maxima(&ends->head, states, rows, hidden, logits, ends->outputs, 0, maxima, blocks);
+    if (ends->cap > 0) soft_cap(logits, rows, ends->outputs, ends->cap, block_max, blocks);
+}
+
 void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends, const Rows *rows,
                 const int64_t *ids, char *pool, int64_t plane_bytes, float *const *taps,
                 const int64_t *output_rows, int64_t num_outputs, float *logits, const void *queries,
@@ -18,7 +32,7 @@ void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends,
     const int64_t hidden = s->hidden, n = rows->num_rows, blocks = row_blocks(ends->outputs);
     float *x = allocate((n * hidden + num_outputs * (hidden + blocks)) * 4), *states = x + n * hidden;
     float *block_max = states + num_outputs * hidden, *final = taps ? taps[s->layers + 1] : 0;
-    embed(&ends->embedding, ids, n, hidden, x);
+    embed_rows(ends, ids, n, hidden, x);
     stack(s, layers, rows, pool, plane_bytes, x, 0, 0, taps);
     if (final) rms_norm(x, ends->norm, n, hidden, s->eps, final);
     for (int64_t i = 0; i < num_outputs; i++) {
@@ -29,9 +43,7 @@ void read_model(const ModelShape *s, const Layer *layers, const ModelEnds *ends,
             rms_norm(x + output_rows[i] * hidden, ends->norm, 1, hidden, s->eps, state);
     }
     float *maxima = num_queries ? block_max : 0;
-    if (num_outputs)
-        linear_with_maxima(&ends->head, states, num_outputs, hidden, logits, ends->outputs, 0, maxima,
-                           blocks);
+    if (num_outputs) read_logits(ends, states, num_outputs, hidden, logits, maxima, blocks);
     const double began = now();
     verify_trees(logits, ends->outputs, ends->outputs, maxima, blocks, queries, num_queries, trees);
     picking += now() - began;
@@ -137,7 +149,7 @@ void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, cons
     const int64_t hidden = s->hidden;
     ChainRows c = allocate_chain_rows(num_chains, hidden, ends->outputs);
     float *x = allocate(rows->num_rows * hidden * 4);
-    embed(&ends->embedding, ids, rows->num_rows, hidden, x);
+    embed_rows(ends, ids, rows->num_rows, hidden, x);
     stack(s, layers, rows, pool, plane_bytes, x, 0, 0, 0);
     begin_chains(&c, chains, rows, x, hidden);
     release(x);
@@ -145,8 +157,7 @@ void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, cons
     for (int64_t depth = 0;; depth++) {
         int64_t left = 0;
         rms_norm(c.x, ends->norm, c.count, hidden, s->eps, c.normed);
-        linear_with_maxima(&ends->head, c.normed, c.count, hidden, c.logits, ends->outputs, 0, c.block_max,
-                           c.blocks);
+        read_logits(ends, c.normed, c.count, hidden, c.logits, c.block_max, c.blocks);
         c.longest = 0;
         for (int64_t i = 0; i < c.count; i++) {
             const int64_t at = c.chain_of[i] * stride + depth;
@@ -171,7 +182,7 @@ void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, cons
             0,
             0,
         };
-        embed(&ends->embedding, c.ids, c.count, hidden, c.x);
+        embed_rows(ends, c.ids, c.count, hidden, c.x);
         stack(s, layers, &next, pool, plane_bytes, c.x, 0, 0, 0);
     }
     release(c.ids);

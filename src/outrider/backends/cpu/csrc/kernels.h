@@ -64,8 +64,17 @@ int has_bfdot(void);
 /* y = x / sqrt(mean(x^2) + eps) * weight [width] for x and y [rows,width]; y may be x. */
 void rms_norm(const float *x, const float *weight, int64_t rows, int64_t width, float eps, float *y);
 
-/* y [rows,width] = silu(gate) * up for x [rows,2*width] = [gate | up]. */
+/* x [rows,width] += norm(y) for y [rows,width], which is overwritten. */
+void add_normed(float *x, float *y, const float *weight, int64_t rows, int64_t width, float eps);
+
+/* y [rows,width] = silu(gate) * up for x [rows,2*width] = [gate | up]; gelu_mul: gelu, its approximation by
+ * tanh. */
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y);
+void gelu_mul(const float *x, int64_t rows, int64_t width, float *y);
+
+/* x [rows,width] = cap * tanh(x / cap), and the maximum of every 64 of a row to block_max
+ * [rows,block_max_stride], unless that is null. */
+void soft_cap(float *x, int64_t rows, int64_t width, float cap, float *block_max, int64_t block_max_stride);
 
 /* y [rows,inputs+width] = [norm(embedding of ids) | norm(states)] for states [rows,width]; a norm that is
  * null is left out. */
@@ -121,13 +130,21 @@ void rope_store(const Attention *attention, const Rows *rows, const float *qkv, 
 void attend(const Attention *attention, const Rows *rows, const float *q, const ScoreModifier *modifier,
             float *out);
 
-/* ---- whole decoders: decoder.c, fused.c */
+/* ---- whole decoders: decoder.c, experts.c, fused.c */
 
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 
+/* The MLP of one expert: gate_up [2*expert_inner,hidden], down [hidden,expert_inner]. */
 typedef struct {
-    Weight qkv, o, gate_up, down;
+    Weight gate_up, down;
+} Expert;
+
+typedef struct {
+    Weight qkv, o, gate_up, down, router;
+    const Expert *experts; /* [experts] or null: chosen by router [experts,hidden], in place of an MLP */
     const float *norm_in, *norm_post, *q_norm, *k_norm; /* the last two may be null */
+    const float *norm_attended, *norm_mlp; /* of what attention and MLP add to x, or null */
+    const float *rotary;                   /* of this layer alone, or null */
     int64_t window;                                     /* as in Attention */
     int64_t skip;                                       /* SKIP_ATTENTION, SKIP_MLP, both or 0 */
 } Layer;
@@ -136,7 +153,10 @@ typedef struct {
     int64_t layers, hidden, inner, heads, kv_heads, head_dim, padded_dim, rotary_dim;
     int64_t kv_kind; /* element type of the KV pool */
     int64_t rounds_inputs; /* of attention, see Attention */
-    float eps, scale;
+    int64_t experts, chosen_experts, expert_inner; /* of a layer with experts; chosen_experts: of a row */
+    int64_t normalizes_experts; /* the weights of a row's experts are divided by their sum */
+    int64_t is_gelu;       /* the MLP's gate goes through gelu_mul, not silu_mul */
+    float eps, scale, cap; /* cap: soft cap of attention scores, or 0 */
     const float *rotary;
 } ModelShape;
 
@@ -144,6 +164,7 @@ typedef struct {
     Weight embedding, head;
     const float *norm;
     int64_t outputs;
+    float scale, cap; /* factor of the embeddings; soft cap of the logits, or 0 */
 } ModelEnds;
 
 /* Runs the decoder layers over x [rows,hidden], in place.
@@ -316,27 +337,3 @@ int64_t grow(CandidateTree *tree, const float *logits, int64_t vocab, float temp
 /* The likeliest `nodes` records, parents first: their tokens, the nodes of their parents (-1: the root) and
  * their probabilities, each [nodes].  Returns how many there are. */
 int64_t keep(const CandidateTree *tree, int64_t nodes, int32_t *tokens, int32_t *parents, float *probs);
-
-/* ---- index of recurring n-grams: runs.c */
-
-/* A text and the places where its n-grams of 8, 4, 2 and 1 tokens end.  Places count from 1, so zeroed
- * memory is an empty index. */
-typedef struct {
-    int32_t shift;            /* 32 - log2 of the buckets of a hash table */
-    int32_t oldest;           /* places before it are forgotten */
-    int32_t length, entered;  /* tokens; places that are in the hash tables */
-    int32_t max_match, depth; /* longest match that is counted; tokens returned after a match */
-    int32_t *tokens;          /* [capacity] */
-    int32_t *previous;        /* [capacity][4]: the place before it with the same hash */
-    int32_t *heads;           /* [4][1 << (32 - shift)]: the latest place of a hash */
-} TextIndex;
-
-/* Appends tokens [count]. */
-void runs_extend(TextIndex *index, const int32_t *tokens, int64_t count);
-
-/* Appends the first `count` of `tokens` to `own`, then looks up the end of that text followed by the next
- * `num_pending` tokens: in `own` if `texts` is null, otherwise in texts [num_texts], the last one first.
- * out: [4] numbers of matches, then for n-grams of 8, 4, 2 and 1 tokens [places][2+depth]: repetitions,
- * agreeing tokens, and the tokens that followed. */
-void runs_find(TextIndex *own, const int32_t *tokens, int64_t count, int64_t num_pending,
-               TextIndex *const *texts, int64_t num_texts, int32_t *out);

@@ -306,6 +306,15 @@ void linear(const Weight *weight, const float *x, int64_t rows, int64_t inputs, 
     linear_with_maxima(weight, x, rows, inputs, y, outputs, add, 0, 0);
 }
 
+Weight outputs_from(const Weight *weight, int64_t inputs, int64_t first_output) {
+    const int is_int = weight->kind >= INT8;
+    const int64_t bytes = is_int ? panel_bytes_int(weight, inputs) : panel_bytes(weight, inputs);
+    Weight part = *weight;
+    part.data = (const char *)weight->data + first_output / PANEL * bytes;
+    if (part.bias) part.bias += first_output;
+    return part;
+}
+
 int has_bfloat16_products(void) {
 #ifdef __AVX512BF16__
     return 1;

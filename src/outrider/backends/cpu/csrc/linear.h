@@ -48,3 +48,7 @@ INLINE void store_outputs(const vfloat *sums, const int vectors, const float *bi
 void linear_int(const Weight *weight, const float *x, int64_t rows, int64_t inputs, float *y, int64_t outputs,
                 int add);
 void embed_int(const Weight *weight, const int64_t *ids, int64_t rows, int64_t inputs, float *y);
+int64_t panel_bytes_int(const Weight *weight, int64_t inputs); /* of PANEL outputs */
+
+/* The outputs of a weight from first_output on, a multiple of PANEL. */
+Weight outputs_from(const Weight *weight, int64_t inputs, int64_t first_output);

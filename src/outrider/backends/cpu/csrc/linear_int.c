@@ -309,6 +309,10 @@ void linear_int(const Weight *w, const float *x, int64_t rows, int64_t inputs, f
     scratch_release(SCRATCH_ACTIVATIONS);
 }
 
+int64_t panel_bytes_int(const Weight *w, int64_t inputs) {
+    return PANEL / OUTPUTS * (inputs / w->group) * block_bytes(form_of(w));
+}
+
 void embed_int(const Weight *w, const int64_t *ids, int64_t rows, int64_t inputs, float *y) {
     const int64_t group = w->group, groups = inputs / group, bytes = block_bytes(form_of(w)),
                   values = values_bytes(form_of(w));

@@ -7,7 +7,14 @@
 void *allocate(int64_t bytes);
 static inline void release(void *data) { free_aligned(data); }
 
-enum { SCRATCH_ACTIVATIONS, SCRATCH_ATTENTION, SCRATCH_SAMPLER, SCRATCH_RULES, NUM_SCRATCH };
+enum {
+    SCRATCH_ACTIVATIONS,
+    SCRATCH_ATTENTION,
+    SCRATCH_EXPERTS,
+    SCRATCH_SAMPLER,
+    SCRATCH_RULES,
+    NUM_SCRATCH
+};
 
 /* Scratch memory of the calling thread, one buffer a use.  Buffers of up to 16 MB stay with the thread until
  * it ends, since new pages cost more than the kernels that use them.  Larger ones are freed by

@@ -4,7 +4,7 @@
  * Computed: a hash table for each n-gram size leads to the latest place with a hash; `previous` links a
  * place to the one before it.
  * Integers only: a result depends on the tokens and on nothing else. */
-#include "kernels.h"
+#include "runs.h"
 #include "memory.h"
 #include <string.h>
 
