@@ -339,9 +339,9 @@ def test_a_damaged_file_is_refused_in_one_sentence(
 
 
 def test_another_architecture_is_named_before_its_tensors(plain: Path, tmp_path: Path) -> None:
-    file = Path(changed(plain, tmp_path, b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma"))
+    file = Path(changed(plain, tmp_path, b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0bloom"))
     file.write_bytes(file.read_bytes().replace(b"blk.0.ffn_up.weight", b"blk.0.ffn_ab.weight"))
-    with pytest.raises(ModelError, match="architecture 'gemma', which is not supported"):
+    with pytest.raises(ModelError, match="architecture 'bloom', which is not supported"):
         LLM(str(file))
 
 
