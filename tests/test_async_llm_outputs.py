@@ -230,7 +230,7 @@ def test_news_that_come_while_the_event_loop_looks_are_told(
 ) -> None:
     told, count, seen = Told(interval), itertools.count(), list[int]()
     inbox: Any = told.reader.inbox
-    inbox.add = lambda reader: told.loop.call_soon(lambda: seen.append(reader.states[0].number))
+    inbox.add = lambda reader: told.loop.call_soon(lambda: seen.append(reader.shown[0].number))
     told.request.states = lambda: [SimpleNamespace(number=next(count), **vars(told.states()[0]))]
     reader = Interrupted(inbox, 0, told.request, interval=interval)
     if fresh:

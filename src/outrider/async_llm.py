@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -30,6 +31,7 @@ from outrider.requests import Prompt
 # Python's default of 5 ms is longer than a step of a small model.
 SWITCH_INTERVAL = 0.0005
 QUICK = 1024  # characters, or tokens, that are read in less than a millisecond
+FEW = 64  # stop tokens and other entries of a list that are checked in no time
 CROWD = 8  # running samples: with more, outputs come less often, as each takes time from the engine
 log = logging.getLogger("outrider")
 
@@ -61,7 +63,7 @@ class AsyncLLM:
         import_module("transformers.utils.chat_template_utils")  # now, not for the first conversation
         self.restart_on_error, self.restarts = restart_on_error, 0
         self._error: Exception | None = None
-        self._news: list[NewsReader] = []  # readers with news, since the last step
+        self._news = deque[NewsReader]()  # readers with news, since the last step
         self._closed = False
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
         self._thread = threading.Thread(target=self._drive, name="outrider-engine", daemon=True)
@@ -119,7 +121,7 @@ class AsyncLLM:
         """
         params = self.llm.get_default_sampling_params() if params is None else params
         reader, given = self.llm.reader, (id or uuid4().hex, prompt, params, lora, priority)
-        if lora is None and not reader.lock.locked() and _is_quick(prompt, params):
+        if lora is None and _is_quick(prompt, params) and not reader.lock.locked():
             request = reader.request(*given)
         else:
             request = await asyncio.to_thread(reader.request, *given)
@@ -230,7 +232,7 @@ class AsyncLLM:
     def _between_steps(self) -> bool:
         """Wake the readers of requests with news, once per event loop.  Returns whether to stop."""
         if self._news:
-            news, self._news = self._news, []
+            news = [self._news.popleft() for _ in range(len(self._news))]  # others may append
             for loop in {reader.inbox.loop for reader in news}:
                 readers = [reader for reader in news if reader.inbox.loop is loop]
                 try:
@@ -255,4 +257,7 @@ def _is_quick(prompt: Prompt, params: SamplingParams) -> bool:
         return False
     if not isinstance(params, SamplingParams) or params.n > 1:
         return False
-    return not (params.structured_outputs or params.bad_words or params.prediction)
+    if params.structured_outputs or params.bad_words or params.prediction:
+        return False
+    lists = params.stop, params.stop_token_ids, params.allowed_token_ids, params.logit_bias
+    return all(len(each or ()) <= FEW for each in lists)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.checkpoints.generation import SAMPLING, generation_config, sampling_of
+from outrider.checkpoints.generation import FILE, SAMPLING, generation_config, sampling_of
 from outrider.checkpoints.hub import Checkpoint, read_tokenizer
 from outrider.config import EngineOptions, SpeculativeOptions, options
 from outrider.core.collector import rare_collections
@@ -292,20 +292,20 @@ def sampling_defaults(checkpoint: Checkpoint, given: EngineOptions) -> dict[str,
         case "none" | "vllm":
             config = {}
         case folder:
-            config = generation_config(Path(folder))
-            if not config:
+            config = generation_config(found := Path(os.path.expanduser(folder)))
+            if not (found / FILE).is_file():
                 raise ConfigError(
                     f"generation_config {folder!r} has no generation_config.json: give a folder with one, "
                     "auto or none."
                 )
     override = given.override_generation_config or {}
     refuse_unknown(override, SAMPLING, "key", "override_generation_config")
-    found = sampling_of({**config, **override})
+    params = sampling_of({**config, **override})
     try:
-        SamplingParams(**found)
+        SamplingParams(**params)
     except RequestError as error:
         raise ConfigError(f"generation_config: {error}") from error
-    return found
+    return params
 
 
 def _one_each(given: T | Sequence[T], count: int, what: str) -> list[T]:

@@ -5,8 +5,8 @@
                       '--- interval --- wake '- interval wake     the others as a timer ends,
                                                                   and the last at once
 
-So the engine's thread wakes the event loop for the first and the last output of a request, and the timer of
-an interval serves all requests.
+So with an interval the engine's thread wakes the event loop for the first and the last output of a request
+alone, and one timer serves all requests.
 """
 
 from __future__ import annotations
@@ -116,18 +116,27 @@ class NewsReader:
             self.fresh = True  # until the timer
             return None
         self.called, self.told, self.shown = True, ended, states
-        if self.on_end is not None and ended:
-            # before the task reads it
-            self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
-        self.inbox.add(self)
+        self._tell(ended)
         if ended:
             return None
         if not self.interval:
             self.called = False
+            if self.fresh:  # noted since: nobody else looks
+                self.inbox.loop.call_soon(wake, [self])
             return None
         interval = crowd * self.interval
         self.due = (now // interval + 1) * interval
         return self.due
+
+    def _tell(self, ended: bool) -> None:
+        """Wake the task; with an error if the last output cannot be made."""
+        try:
+            if self.on_end is not None and ended:
+                # before the task reads it
+                self.inbox.loop.call_soon(self.on_end, self.index, self.output(), context=self.inbox.context)
+            self.inbox.add(self)
+        except Exception as error:
+            self.inbox.fail(error)
 
     def close(self) -> None:
         """Wake the task no more."""

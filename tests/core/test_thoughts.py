@@ -14,25 +14,26 @@ TEXTS = [  # text, whether the prompt opens the reasoning, reasoning, answer
     ("</think>b", True, "", "b"),
     ("No <think>x</think> here", False, "", "No <think>x</think> here"),
     (" <thin", False, "", " <thin"),
-    ("<think>It goes </thin", False, "It goes </thin", ""),
-    ("still at it", True, "still at it", ""),
+    ("<think>It goes </thin", False, "It goes </thin", None),
+    ("still at it", True, "still at it", None),
     ("", False, "", ""),
-    ("", True, "", ""),
+    ("", True, "", None),
 ]
 
 
 @pytest.mark.parametrize(("text", "opened", "reasoning", "answer"), TEXTS)
 def test_reasoning_and_answer_of_a_growing_text_are_never_taken_back(
-    text: str, opened: bool, reasoning: str, answer: str
+    text: str, opened: bool, reasoning: str, answer: str | None
 ) -> None:
     markers = THINK._replace(begin="") if opened else THINK
-    before = Thought("", "")
+    before = Thought("", None)
     for end in range(len(text) + 1):
         now = markers.split(text[:end], end == len(text))
-        assert now.reasoning.startswith(before.reasoning) and now.answer.startswith(before.answer)
+        assert now.reasoning.startswith(before.reasoning)
+        assert before.answer is None or (now.answer or "").startswith(before.answer)
         before = now
     assert before[:2] == (reasoning, answer)
-    assert before.answer == text[before.start :]
+    assert (before.answer or "") == text[before.start :]
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,16 @@ def test_reasoning_and_answer_of_a_growing_text_are_never_taken_back(
 )
 def test_the_end_of_a_prompt_tells_whether_a_reasoning_has_begun(prompt: str, expected: object) -> None:
     assert THINK.behind(prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>\nLet me", ReasoningMarkers("", "</think>")),
+        ("<think>\nLet me</think>\nIt is", None),
+        ("Let me</think>\nIt is", None),
+        ("It is", THINK),
+    ],
+)
+def test_a_continued_text_tells_whether_it_thinks(text: str, expected: object) -> None:
+    assert THINK.within(text) == expected

@@ -121,6 +121,36 @@ def test_tool_calls_are_read_behind_the_reasoning(thinking: Served) -> None:
     assert choice["message"]["reasoning"] and choice["finish_reason"] == "tool_calls"
 
 
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_begins_behind_the_reasoning(stream: bool, opened: Served) -> None:
+    """The model thinks until the end of the text: there is no call yet."""
+    body = {"messages": MESSAGES, "max_tokens": 12, "stream": stream, **NAMED}
+    body["tools"] = [{"type": "function", "function": TOOL}]
+    text = opened.post(CHAT, body).text
+    assert '"reasoning"' in text and "tool_calls" not in text, text
+    body = {
+        "input": "Hello",
+        "max_output_tokens": 12,
+        "stream": stream,
+        "tools": [{"type": "function", **TOOL}],
+    }
+    text = opened.post(RESPONSES, {**body, "tool_choice": {"type": "function", "name": "f"}}).text
+    assert "reasoning_text" in text and '"function_call"' not in text and "response.failed" not in text
+
+
+def test_a_continued_reasoning_goes_on(thinking: Served) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nLet me see"}]
+    more = {"add_generation_prompt": False, "continue_final_message": True}
+    form = {"regex": r" it\.</think>Yes", "reasoning": None}
+    answer = thinking.post(CHAT, {**BODY, "messages": messages, **more, "structured_outputs": form}).json()
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("it.", "Yes")
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {**SCHEMA, "maxProperties": 1}}}
 

@@ -136,6 +136,47 @@ def test_a_call_in_tags_that_is_cut_off_is_not_complete() -> None:
     assert not call.complete and json.loads(call.arguments + "}") == {"a": 1, "code": EXPECTED["code"]}
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "5", "5"),
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        ({"$ref": "#/$defs/point"}, '{"x": 1}', {"x": 1}),
+        ({"$ref": "#/$defs/self"}, "1", "1"),
+        ({"enum": [1, 2]}, "1", 1),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": True}, "True", True),
+        ({"type": "number"}, "3", 3),
+        ({}, "3", "3"),
+        ({"type": "object"}, "[1]", [1]),
+        ({"type": "string"}, '"quoted"', '"quoted"'),
+    ],
+)
+def test_values_in_tags_have_the_types_that_their_schemas_allow(
+    schema: object, value: str, expected: object
+) -> None:
+    root = {
+        "properties": {"a": schema},
+        "$defs": {"point": {"type": "object"}, "self": {"$ref": "#/$defs/self"}},
+    }
+    text = f"<tool_call>\n<function=add>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    (call,) = PARSERS["qwen3_coder"].parse(text, True, {"add": root}).calls
+    assert json.loads(call.arguments) == {"a": expected}
+
+
+def test_a_parameter_without_an_end_or_that_comes_twice_spoils_no_other() -> None:
+    text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n"
+    text += "<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
+    arguments = ""
+    for end in range(len(text) + 1):
+        for call in PARSERS["qwen3_coder"].parse(text[:end], end == len(text), {}).calls:
+            assert call.arguments.startswith(arguments)
+            arguments = call.arguments
+    assert json.loads(arguments) == {"a": "1", "b": "2"}
+
+
 def test_a_value_of_another_type_than_its_schema_is_text() -> None:
     (call,) = PARSERS["qwen3_coder"].parse(XML.replace("\n1\n", "\none\n"), True, SCHEMAS).calls
-    assert json.loads(call.arguments)["a"] == "one"
+    assert json.loads(call.arguments)["a"] == "one"  # what is no JSON can only be text

@@ -9,6 +9,7 @@ from typing import Any
 from outrider.checkpoints.fields import GENERATION
 from outrider.checkpoints.validate import read_json
 
+FILE = "generation_config.json"
 # names there -> those of SamplingParams, as in vLLM
 SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 SAMPLING |= {"max_new_tokens": "max_tokens"}
@@ -16,7 +17,7 @@ SAMPLING |= {"max_new_tokens": "max_tokens"}
 
 def generation_config(folder: Path) -> dict[str, Any]:
     """The config of a folder; empty if there is none.  Raises ModelError."""
-    path = folder / "generation_config.json"
+    path = folder / FILE
     return read_json(path, GENERATION) if path.is_file() else {}
 
 

@@ -66,6 +66,10 @@ TALK = (
     "-i", "--interactive", "-if", "--interactive-first", "-cnv", "--conversation", "-mli",
     "--multiline-input",
 )  # fmt: skip
+TEXTS = (  # flags whose value is a text of any form
+    "-p", "--prompt", "-f", "--file", "-sys", "--system-prompt", "-r", "--reverse-prompt", "-j", "--json-schema",
+    "--grammar", "--regex",
+)  # fmt: skip
 TOKEN = ("-hft", "--hf-token")
 REPOSITORY = {  # of GGUF files on the hub
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "-m"),
@@ -78,6 +82,10 @@ HUB = {  # flags -> what to do instead
 }
 
 
+def _tagged(hub_id: str) -> str:
+    return hub_id if ":" in hub_id else f"{hub_id}:{TAG}"
+
+
 def translated(words: Sequence[str]) -> list[str]:
     """The words of a command in the form that its options have.
 
@@ -88,8 +96,15 @@ def translated(words: Sequence[str]) -> list[str]:
     made: list[str] = []
     command = words[0] if words else ""
     for before, word, after in zip(["", *words], words, [*words[1:], ""]):
+        if before in TEXTS:
+            made.append(word)
+            continue
         if before in REPOSITORY:
-            made.append(word if ":" in word else f"{word}:{TAG}")
+            made.append(_tagged(word))
+            continue
+        flag, _, given_with_it = word.partition("=")
+        if flag in REPOSITORY and given_with_it:
+            made += [REPOSITORY[flag], _tagged(given_with_it)]
             continue
         if word in REPOSITORY:
             made.append(REPOSITORY[word])

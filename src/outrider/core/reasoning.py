@@ -8,11 +8,11 @@ from typing import NamedTuple
 class Thought(NamedTuple):
     """reasoning, answer: parts of a text, without the markers and the space around them.
 
-    start: of the answer in the text; its end while the reasoning goes on.
+    An answer that has not begun is None.  start: of the answer in the text; the text's end before it.
     """
 
     reasoning: str
-    answer: str
+    answer: str | None
     start: int = 0
 
 
@@ -36,6 +36,13 @@ class ReasoningMarkers(NamedTuple):
             return None
         return self._replace(begin="") if self.opened_by(prompt) else self
 
+    def within(self, text: str) -> ReasoningMarkers | None:
+        """The markers in what continues a text of the model; None if its reasoning is over."""
+        _, begun, thought = text.rpartition(self.begin)
+        if self.end in (thought if begun else text):
+            return None
+        return self._replace(begin="") if begun else self
+
     def split(self, text: str, finished: bool) -> Thought:
         """Reasoning and answer.  Of a text that is not finished, an end that may become a marker is withheld.
 
@@ -44,14 +51,14 @@ class ReasoningMarkers(NamedTuple):
         given = text.lstrip()
         if not given.startswith(self.begin):
             waits = not finished and self.begin.startswith(given)
-            return Thought("", "" if waits else text)
+            return Thought("", None if waits else text)
         start = len(text) - len(given) + len(self.begin)
         at = text.find(self.end, start)
         if at >= 0:
             answer = text[at + len(self.end) :].lstrip()
             return Thought(text[start:at].strip(), answer, len(text) - len(answer))
         reasoning = text[start:] if finished else without_beginning(text[start:], self.end)
-        return Thought(reasoning.strip(), "", len(text))
+        return Thought(reasoning.strip(), None, len(text))
 
 
 def without_beginning(text: str, marker: str) -> str:

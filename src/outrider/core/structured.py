@@ -29,15 +29,16 @@ ELSEWHERE = {  # keys of vLLM or llama.cpp that are refused -> replacement
 
 SCHEMA = Kind("a JSON schema: a dict, or its text", lambda value: isinstance(value, Mapping))
 CHOICE = list_of("texts that are not empty", TEXT)
-MARKERS = Kind(
-    'two texts such as ("<think>", "</think>")',
-    lambda value: (
-        isinstance(value, (list, tuple))
-        and len(value) == 2
-        and isinstance(value[0], str)
-        and TEXT.accepts(value[1])
-    ),
-)
+
+
+def _markers(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(isinstance(v, str) for v in value):
+        return False
+    halves = any("\ud800" <= letter <= "\udfff" for letter in "".join(value))  # of surrogate pairs
+    return bool(value[1]) and not halves
+
+
+MARKERS = Kind('two texts such as ("<think>", "</think>")', _markers)
 TRUE = Kind("True or False", lambda value: value is None or value is True)
 Filled = Annotated[str, Kind("a text that is not empty", TEXT.accepts)]
 

@@ -39,7 +39,7 @@ class Choices(Protocol):
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         """Parts with what is new in a sample since the last call."""
 
-    def reasoning_tokens(self, sample: CompletionOutput) -> int:
+    async def reasoning_tokens(self, sample: CompletionOutput) -> int:
         """Number of the tokens in front of the answer."""
 
 
@@ -100,7 +100,7 @@ class Job:
         if self.kind == "chat.completion":
             made |= prompt_logprobs(self.body, self.requests[0])
         made |= self._prompt_ids(0, chat=True)
-        made["usage"] = self._usage(outputs)
+        made["usage"] = await self._usage(outputs)
         if self.body.return_speculation:
             made["speculation"] = speculation_of(outputs)
         return made
@@ -121,7 +121,7 @@ class Job:
                         if text := self._grown(i, output, sent):
                             yield text
                             began = True
-                for text in self._last(sent):
+                async for text in self._last(sent):
                     yield text
         except Exception as error:
             if not began:
@@ -149,11 +149,11 @@ class Job:
             sent.ended.append(output)
         return "".join(made)
 
-    def _last(self, sent: SoFar) -> Iterator[str]:
+    async def _last(self, sent: SoFar) -> AsyncGenerator[str]:
         """The events behind those of the choices."""
         head = self.head(self.chunk_kind)
         if sent.counts:
-            yield event({**head, "choices": [], "usage": self._usage(sent.ended)})
+            yield event({**head, "choices": [], "usage": await self._usage(sent.ended)})
         if self.body.return_speculation:
             yield event({**head, "choices": [], "speculation": speculation_of(sent.ended), **sent.counts})
 
@@ -181,9 +181,10 @@ class Job:
             started.setdefault(index, 0)
             yield outer, part
 
-    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    async def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         samples = [sample for output in outputs for sample in output.outputs]
-        return usage_of(outputs, sum(map(self.choices.reasoning_tokens, samples)))
+        counts = [await self.choices.reasoning_tokens(sample) for sample in samples]
+        return usage_of(outputs, sum(counts))
 
     def _prompt_ids(self, i: int, chat: bool) -> dict[str, Any]:
         """Ids of a prompt, if they are asked for and are in this place.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,9 +36,12 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     more: dict[str, Any] = {"max_tokens": body.max_completion_tokens or body.max_tokens}
     if body.logprobs:
         more["logprobs"] = body.top_logprobs or 0
-    if body.skip_special_tokens is None and shows_special(server, use):
+    if body.skip_special_tokens is None and (use.tools or server.has_special_markers):
         more["skip_special_tokens"] = False
-    params = params_of(body, server.llm.sampling, use.form, server.reasoning, **more)
+    markers = server.reasoning
+    if markers is not None and body.continue_final_message:
+        markers = markers.within(str(body.messages[-1].get("content")))
+    params = params_of(body, server.llm.sampling, use.form, markers, **more)
     prompt = server.conversation(
         body.messages,
         chat_template=body.chat_template,
@@ -49,20 +53,13 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     )
     id = name_of(body, "chatcmpl-")
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    made = Chat(server, body, request, reply_for(server, use, body, request))
+    made = Chat(server, body, request, reply_for(server, use, body, request, markers))
     return Job(server, body, id, "chat.completion", "chat.completion.chunk", [request], made)
 
 
 def of_effort(effort: str | None) -> dict[str, Any]:
     """Variables of the chat template for a reasoning effort, as in vLLM; "none" turns reasoning off."""
     return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-
-
-def shows_special(server: Server, use: ToolUse) -> bool:
-    """Whether a text needs its special tokens: markers of calls and of reasoning may be such."""
-    added = server.tokenizer.added_tokens_decoder.values() if server.reasoning else ()
-    special = {str(token) for token in added if token.special}
-    return bool(use.tools) or not special.isdisjoint(server.reasoning or ())
 
 
 @dataclass
@@ -87,20 +84,26 @@ class Reply:
         for token in self.ending:
             text = text.removesuffix(token)
         thought = self.markers.split(text, finish_reason is not None) if self.markers else Thought("", text)
+        if thought.answer is None:
+            return Parsed("", [], reasoning=thought.reasoning, start=thought.start)
         parsed = self._parsed(thought.answer, finish_reason)
         if self.use.limited:
             parsed = parsed.only(self.use.names)
         calls = parsed.calls if self.parallel else parsed.calls[:1]
         return parsed._replace(calls=calls, reasoning=thought.reasoning, start=thought.start)
 
-    def reasoning_tokens(self, server: Server, request: Request, sample: CompletionOutput) -> int:
+    async def reasoning_tokens(self, server: Server, request: Request, sample: CompletionOutput) -> int:
         """Number of the tokens in front of the answer."""
         if not self.markers or not (start := self.read(sample.text, sample.finish_reason).start):
             return 0
         text = Detokenizer(server.tokenizer, request.params.skip_special_tokens)
-        for token in sample.token_ids:
-            text.feed(token)
-        return sum(end <= start for end in text.ends)
+
+        def counted() -> int:
+            for token in sample.token_ids:
+                text.feed(token)
+            return sum(end <= start for end in text.ends)
+
+        return await asyncio.to_thread(counted)  # many tokens take a while
 
     def _parsed(self, text: str, finish_reason: str | None) -> Parsed:
         if self.parser is None:
@@ -118,11 +121,12 @@ def called(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-def reply_for(server: Server, use: ToolUse, body: Calling, request: Request) -> Reply:
-    """A reader of the replies to a request."""
-    markers = server.reasoning if body.separate_reasoning is not False else None
+def reply_for(
+    server: Server, use: ToolUse, body: Calling, request: Request, markers: ReasoningMarkers | None
+) -> Reply:
+    """A reader of the replies to a request.  markers: of their reasoning."""
     if markers is not None:
-        markers = markers.behind(request.prompt or "")
+        markers = markers.behind(request.prompt or "") if body.separate_reasoning is not False else None
     if not (use.tools or markers):
         return Reply(None)
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
@@ -172,8 +176,9 @@ class Chat:
         parsed = self.reply.read(sample.text, sample.finish_reason or "stop")
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         message |= self._reasoning(parsed.reasoning)
-        if parsed.calls:
+        if parsed.calls or parsed.reasoning:
             message["content"] = parsed.content or None
+        if parsed.calls:
             message["tool_calls"] = [called(call) for call in parsed.calls]
         return {
             "message": message,
@@ -204,8 +209,8 @@ class Chat:
         part = {"delta": made, "logprobs": logprobs, "finish_reason": reason}
         return [{**part, "stop_reason": sample.stop_reason} if reason else part]
 
-    def reasoning_tokens(self, sample: CompletionOutput) -> int:
-        return self.reply.reasoning_tokens(self.server, self.request, sample)
+    async def reasoning_tokens(self, sample: CompletionOutput) -> int:
+        return await self.reply.reasoning_tokens(self.server, self.request, sample)
 
     def _reasoning(self, text: str) -> dict[str, Any]:
         """Fields of a message, under the names that vLLM and DeepSeek give them."""

@@ -134,7 +134,7 @@ class Completion:
         part = {"text": text, "logprobs": logprobs, "finish_reason": sample.finish_reason}
         return [{**part, "stop_reason": sample.stop_reason}]
 
-    def reasoning_tokens(self, sample: CompletionOutput) -> int:
+    async def reasoning_tokens(self, sample: CompletionOutput) -> int:
         return 0
 
     def _echoed(self, request: Request) -> tuple[Sequence[int], Sequence[Entry | None]]:

@@ -19,7 +19,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     for i, item in enumerate(given):
-        kind, before = item.get("type", "message"), len(messages)
+        kind = item.get("type", "message")
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _content(item.get("content"), i)})
         elif kind == "function_call":
@@ -28,10 +28,10 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
             output = _content(item.get("output"), i)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "reasoning":
-            thought = _thought(item)
+            thought = "\n".join(filter(None, [thought, _thought(item)]))
         else:
             raise ApiError(400, f"input items of type {kind!r} are not supported.", f"input.{i}.type")
-        if len(messages) > before:
+        if kind != "reasoning":
             if thought and messages[-1]["role"] == "assistant":
                 messages[-1]["reasoning_content"] = thought
             thought = ""

@@ -13,7 +13,7 @@ from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.answers import name_of, now
-from outrider.serve.chat import Reply, of_effort, reply_for, shows_special
+from outrider.serve.chat import Reply, of_effort, reply_for
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.logprobs import MessageLogprobs
@@ -47,7 +47,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
         more["logprobs"] = body.top_logprobs or 0
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
         more["truncate_prompt_tokens"] = -1  # as in vLLM
-    if body.skip_special_tokens is None and shows_special(server, use):
+    if body.skip_special_tokens is None and (use.tools or server.has_special_markers):
         more["skip_special_tokens"] = False
     forms = [form for form in (_format(body), use.form) if form is not None]
     if len(forms) > 1:
@@ -60,7 +60,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     )
     id = name_of(body, "resp_")
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    reply = reply_for(server, use, body, request)
+    reply = reply_for(server, use, body, request, server.reasoning)
     made = Responses(server, body, id, now(), [request], reply)
     if with_logprobs:
         made.logprobs = MessageLogprobs(
@@ -114,7 +114,7 @@ class Responses:
         (output,) = await self.server.outputs(self.requests)
         sample = output.outputs[0]
         list(self._grown(sample))  # its events are for streams
-        return self._ended(output)
+        return await self._ended(output)
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
         """Its events.  An error after the first one is an event, too; one before it is raised."""
@@ -146,7 +146,7 @@ class Responses:
                     yield {"type": "response.in_progress", "response": head}
                 for each in self._grown(output.outputs[0]):
                     yield each
-        ended = self._ended(output)
+        ended = await self._ended(output)
         yield {"type": f"response.{ended['status']}", "response": ended}
 
     def _grown(self, sample: CompletionOutput) -> Iterator[dict[str, Any]]:
@@ -155,14 +155,14 @@ class Responses:
         logprobs = self.logprobs.of(sample, parsed) if self.logprobs is not None else ()
         return self.items.grow(parsed, _status(sample), logprobs)
 
-    def _ended(self, output: RequestOutput) -> dict[str, Any]:
+    async def _ended(self, output: RequestOutput) -> dict[str, Any]:
         """The response of a text that has ended, and whose items are complete."""
         made = self._head(_status(output.outputs[0]) or "completed")
         made["output"] = self.items.items
         if made["status"] == "incomplete":
             made["incomplete_details"] = {"reason": "max_output_tokens"}
         (request,) = self.requests
-        usage = usage_of([output], self.reply.reasoning_tokens(self.server, request, output.outputs[0]))
+        usage = usage_of([output], await self.reply.reasoning_tokens(self.server, request, output.outputs[0]))
         of_prompt = {**usage["prompt_tokens_details"], "cache_write_tokens": 0}  # which OpenAI charges for
         of_output = usage["completion_tokens_details"]
         made["usage"] = {

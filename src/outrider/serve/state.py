@@ -10,6 +10,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -113,6 +114,14 @@ class Server:
         """Markers of the reasoning that replies have apart; None if it stays in their text."""
         return markers_for(self.options.reasoning_parser, self.known_template)
 
+    @cached_property
+    def has_special_markers(self) -> bool:
+        """Whether a marker of reasoning is a special token."""
+        if (markers := self.reasoning) is None:
+            return False
+        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return not special.isdisjoint(markers)
+
     def started(self, engine: AsyncLLM) -> None:
         """Accept requests from now on.  Raises RequestError for an adapter that cannot be used."""
         self.engine_ = engine
@@ -209,10 +218,12 @@ class Server:
         self.check_room(samples)
         self.open += samples  # reading may take a while: of long prompts, or behind those of others
         try:
-            requests = [
-                await engine.read(prompt, params, f"{id}-{i}" if several else id, adapter, priority)
-                for i, prompt in enumerate(prompts)
-            ]
+            requests = list[Request]()
+            for i, prompt in enumerate(prompts):
+                name = f"{id}-{i}" if several else id
+                requests.append(await engine.read(prompt, params, name, adapter, priority))
+                if several:
+                    await asyncio.sleep(0)  # for other requests: each may have been read in the event loop
         finally:
             self.open -= samples
         tokens = sum(len(request.ids) for request in requests)

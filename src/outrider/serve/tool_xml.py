@@ -19,9 +19,12 @@ from typing import Any
 from outrider.serve.tool_calls import Pieces, ToolCall, Tools, end_of, unmarked
 
 HEAD = re.compile(r"<tool_call>\s*<function=([^>\s]+)>")
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-PYTHON = {"True": "true", "False": "false", "None": "null"}  # as models write them, too
+PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?")
+CLOSED, NEXT = "</parameter>", "\n<parameter="
 END = re.compile(r"\s*</function>")
+PYTHON = {"True": "true", "False": "false", "None": "null"}  # as models write them, too
+MOST_REFS = 16  # references of a schema in a row
+KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 def read_xml(text: str, tools: Tools) -> Pieces:
@@ -29,10 +32,7 @@ def read_xml(text: str, tools: Tools) -> Pieces:
     pieces: Pieces = []
     head = HEAD.search(text)
     while head is not None:
-        at, values = head.end(), dict[str, str]()
-        while parameter := PARAMETER.match(text, at):
-            values[parameter[1]] = parameter[2]
-            at = parameter.end()
+        values, at = _parameters(text, head.end())
         end = END.match(text, at)
         arguments = _arguments(values, tools.get(head[1], {}), end is not None)
         pieces.append(ToolCall(head[1], arguments, end is not None))
@@ -44,18 +44,63 @@ def read_xml(text: str, tools: Tools) -> Pieces:
     return pieces
 
 
+def _parameters(text: str, at: int) -> tuple[dict[str, str], int]:
+    """The complete parameters from an index on, and where they end.  The end of one may be missing."""
+    values = dict[str, str]()
+    while (parameter := PARAMETER.match(text, at)) is not None:
+        start = parameter.end()
+        end, following = text.find(CLOSED, start), text.find(NEXT, start)
+        if following >= 0 and (end < 0 or following < end):
+            end, at = following, following
+        elif end >= 0:
+            at = end + len(CLOSED)
+        else:
+            break
+        values.setdefault(parameter[1], text[start:end].removesuffix("\n"))
+    return values, at
+
+
 def _arguments(values: Mapping[str, str], schema: Mapping[str, Any], complete: bool) -> str:
     """JSON of the parameters, as far as they are complete; what is a string is told by the schema."""
     properties = schema.get("properties")
     known = properties if isinstance(properties, Mapping) else {}
-    parts = [f"{json.dumps(key)}: {_json(value, known.get(key))}" for key, value in values.items()]
+    parts = [f"{json.dumps(key)}: {_json(value, known.get(key), schema)}" for key, value in values.items()]
     begun = "{" + ", ".join(parts) if parts or complete else ""
     return begun + "}" if complete else begun
 
 
-def _json(value: str, schema: Any) -> str:
-    kind = schema.get("type", "string") if isinstance(schema, Mapping) else "string"
-    written = PYTHON.get(value.strip(), value.strip())
-    if kind == "string" or end_of(written) != len(written):
-        return json.dumps(value, ensure_ascii=False)
-    return written
+def _json(value: str, schema: Any, root: Mapping[str, Any]) -> str:
+    """A value as JSON: itself if its schema allows that, or allows no text; otherwise as a text."""
+    written, kinds = PYTHON.get(value.strip(), value.strip()), kinds_of(schema, root) or {"string"}
+    if written and end_of(written) == len(written):
+        found = _kind(json.loads(written))
+        fits = found in kinds or (found == "integer" and "number" in kinds)
+        if "string" not in kinds or (fits and found != "string"):
+            return written
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else KINDS[type(value)]
+
+
+def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Types that a schema allows, by the names of JSON schema; empty if it does not say."""
+    if not isinstance(schema, Mapping) or depth > MOST_REFS:
+        return set()
+    given, values = schema.get("type"), schema.get("enum")
+    found = (
+        {given} if isinstance(given, str) else {*map(str, given)} if isinstance(given, list) else set[str]()
+    )
+    found |= {_kind(value) for value in (values if isinstance(values, list) else ())}
+    found |= {_kind(schema["const"])} if "const" in schema else set[str]()
+    for word in ("anyOf", "oneOf", "allOf"):
+        for part in schema[word] if isinstance(schema.get(word), list) else ():
+            found |= kinds_of(part, root, depth + 1)
+    place = schema.get("$ref")
+    if isinstance(place, str) and place.startswith("#/"):
+        target: Any = root
+        for name in place[2:].split("/"):
+            target = target.get(name) if isinstance(target, Mapping) else None
+        found |= kinds_of(target, root, depth + 1)
+    return found
