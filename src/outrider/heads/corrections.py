@@ -17,7 +17,7 @@ from outrider.heads.trees import Growth, RankTree, frontier_tokens
 class CorrectionOutput(NamedTuple):
     """Output of a correction for n places.
 
-    bias: float32 [n, Vd], added to the logits; None for none.  state: [n, width], for the next level.
+    bias: float32 [n, Vd], added to the logits; None for none.  Its padding may differ from theirs.  state: [n, width], for the next level.
     acceptance: float32 [n], expected of the tokens at these places; None: estimated from the logits.
     """
 
@@ -73,4 +73,9 @@ def grow_corrected(trees: Sequence[CorrectedTree], correct: Correction, choose: 
             sizes = [len(tree.frontier) for tree in now]
             for tree, own in zip(now, torch.split(acceptance, sizes)):
                 tree.acceptance = own.tolist()
-        growth.add(logits if bias is None else logits + bias)
+        if bias is not None:
+            common = min(
+                logits.shape[1], bias.shape[1]
+            )  # beyond it is padding, or one of them lacks the token
+            logits = logits[:, :common] + bias[:, :common]
+        growth.add(logits)
