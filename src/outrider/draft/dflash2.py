@@ -181,7 +181,7 @@ class Conv:
     def __init__(self, reader: Reader, name: str, hidden: int, group: int) -> None:
         head, self.backend, self.group = reader.head, reader.backend, group
         shape = head.shape(f"{name}.base_kernel")
-        taps = max(1, shape[1]) if len(shape) == 3 else 1
+        taps = max(1, shape[1]) if len(shape) == 3 else 1  # `get` refuses other shapes
         base = head.get(f"{name}.base_kernel", 2, taps, hidden)
         self.base, self.taps = base.float().to(reader.backend.device), taps
         outputs = 2 * taps * (hidden // group)

@@ -247,11 +247,8 @@ class Kangaroo(Recurrent):
 
     def network(self) -> ExitNet:
         layers = self.target.decoder.spec.layers
-        layer = self.options.early_exit
-        if layer is None:
-            layer = self.head.config.get(EXIT)
-        if layer is None:
-            layer = published_exit(layers)
+        given = (self.options.early_exit, self.head.config.get(EXIT), published_exit(layers))
+        layer = next(number for number in given if number is not None)
         return ExitNet(self.reader, self.target, check_exit(layer, layers, self.target.checkpoint.name))
 
     def allocate(self, slots: int, pool: Pool) -> Any:
@@ -294,11 +291,6 @@ class Kangaroo(Recurrent):
         threshold: float | None = self.options.exit_threshold
         if threshold is None:
             return []
-        highest = (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
-        ending, first = list[LevelTree](), 0
-        for tree in trees:
-            count = len(tree.sources)
-            if max(highest[first : first + count]) < threshold:
-                ending.append(tree)
-            first += count
-        return ending
+        highest = (logits.amax(-1) - logits.logsumexp(-1)).exp().cpu()
+        parts = torch.split(highest, [len(tree.sources) for tree in trees])
+        return [tree for tree, own in zip(trees, parts) if float(own.max()) < threshold]
