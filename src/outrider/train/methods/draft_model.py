@@ -75,7 +75,7 @@ class DraftModel(Method):
         return network
 
     def _sparse(self) -> dict[str, Any]:
-        """Which layers have experts, as the config of Qwen3-MoE says it: as the target's that they begin as."""
+        """Which layers have experts, as Qwen3-MoE names it: those whose layer of the target has."""
         spec, config = self.target.decoder.spec, self.target.checkpoint.config
         experts = spec.experts if isinstance(spec, Spec) else None
         if experts is None or not hasattr(config, "mlp_only_layers"):
