@@ -6,8 +6,10 @@ import json
 import re
 from pathlib import Path
 
+import families
 import pytest
 
+from outrider.checkpoints.spec import FAMILIES
 from outrider.config import SpeculativeOptions
 
 ROOT = Path(__file__).parents[2]
@@ -41,3 +43,10 @@ def test_published_names_lead_to_keys_that_exist() -> None:
     assert len(configs) > 15
     for config in map(json.loads, configs):
         SpeculativeOptions.of({"method": "draft_model", **config})
+
+
+def test_numbers_of_families_are_those_of_the_code_and_of_the_tests() -> None:
+    readme, models = (ROOT / "README.md").read_text(), (ROOT / "docs" / "models.md").read_text()
+    found = re.search(r"(\d+) lean families, (\d+) variants", readme)
+    assert found and found.groups() == (str(len(FAMILIES)), str(len(families.FAMILIES)))
+    assert re.findall(r"the tests hold (\d+) variants", models) == [str(len(families.FAMILIES))]

@@ -218,12 +218,23 @@ static Layer layer_of_experts(int kind, int rounds) {
     return made;
 }
 
-static void check_model(int kind, int has_experts) {
+enum { DENSE, EXPERTS, GEMMA }; /* GEMMA: GELU, soft caps, norms of what is added, scaled embeddings */
+
+static void check_model(int kind, int family) {
+    static const char *const NAMES[] = {"model", "experts", "libm-gemma"},
+                             *const POOL_NAMES[] = {"model-pool", "experts-pool", "libm-gemma-pool"};
+    const int has_experts = family == EXPERTS, is_gemma = family == GEMMA;
     const int half = kind != FLOAT32;
     int64_t head_bytes;
     char *kv = pool(half ? BFLOAT16 : FLOAT32, &head_bytes);
-    const Layer layers[LAYERS] = {layer(kind, half),
-                                  has_experts ? layer_of_experts(kind, half) : layer(kind, half)};
+    Layer layers[LAYERS] = {layer(kind, half),
+                            has_experts ? layer_of_experts(kind, half) : layer(kind, half)};
+    for (int i = 0; is_gemma && i < LAYERS; i++) {
+        layers[i].norm_attended = floats(HIDDEN, 1);
+        layers[i].norm_mlp = floats(HIDDEN, 1);
+        layers[i].rotary = floats(POSITIONS * HEAD_DIM, 1);
+        layers[i].window = i ? 0 : 9;
+    }
     const ModelShape shape = {.layers = LAYERS,
                               .hidden = HIDDEN,
                               .inner = INNER,
@@ -237,11 +248,13 @@ static void check_model(int kind, int has_experts) {
                               .experts = has_experts ? 4 : 0,
                               .chosen_experts = 2,
                               .expert_inner = INNER,
+                              .is_gelu = is_gemma,
+                              .cap = is_gemma ? 5 : 0,
                               .eps = 1e-5f,
                               .scale = 0.2f,
                               .rotary = floats(POSITIONS * HEAD_DIM, 1)};
     const ModelEnds ends = {weight(VOCAB, HIDDEN, kind, 0), weight(VOCAB, HIDDEN, kind, half),
-                            floats(HIDDEN, 1), VOCAB, 1, 0};
+                            floats(HIDDEN, 1), VOCAB, is_gemma ? 9.75f : 1, is_gemma ? 8 : 0};
     const Rows rows = rows_of_step();
     const int64_t ids[ROWS] = {3, 1, 4, 1, 5, 9, 2}, outputs[] = {3, 4, 5, 6};
     float *logits = space(4 * VOCAB * 4);
@@ -259,8 +272,8 @@ static void check_model(int kind, int has_experts) {
          .temperature = 0.7f}};
     do_read_model(&shape, layers, &ends, &rows, ids, kv, KV_HEADS * head_bytes, 0, outputs, 4, logits,
                   queries, 2, trees);
-    print(has_experts ? "experts" : "model", kind, logits, 4 * VOCAB * 4);
-    print(has_experts ? "experts-pool" : "model-pool", kind, kv, 2 * LAYERS * KV_HEADS * head_bytes);
+    print(NAMES[family], kind, logits, 4 * VOCAB * 4);
+    print(POOL_NAMES[family], kind, kv, 2 * LAYERS * KV_HEADS * head_bytes);
     print("libm-match", kind, trees, sizeof trees);
     int32_t out[2 * 4];
     const Chain chains[] = {
@@ -344,7 +357,8 @@ int main(int count, char **arguments) {
         check_linears();
         check_elementwise();
         check_attention();
-        for (int kind = FLOAT32; kind <= INT4; kind++) check_model(kind, 0), check_model(kind, 1);
+        for (int kind = FLOAT32; kind <= INT4; kind++)
+            for (int family = DENSE; family <= GEMMA; family++) check_model(kind, family);
         check_sampling();
         check_trees();
     }

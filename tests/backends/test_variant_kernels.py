@@ -30,6 +30,12 @@ def test_gelu_is_that_of_torch_and_each_row_its_own(width: int) -> None:
     near(gelu_mul(ends), torch.tensor([[0.0, 90.0]]))
 
 
+def test_no_rows() -> None:
+    backend = TorchBackend(CPU, torch.float32)
+    assert backend.gelu_mul(torch.empty(0, 8)).shape == (0, 4)
+    assert backend.soft_cap(torch.empty(0, 8), 30.0).shape == (0, 8)
+
+
 @needs_c
 @pytest.mark.parametrize("width", [1, 63, 64, 300])
 def test_a_soft_cap_is_the_scaled_tanh_with_maxima_of_blocks(width: int) -> None:

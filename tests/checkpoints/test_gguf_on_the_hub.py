@@ -15,8 +15,9 @@ from outrider.cli.llama_cpp import translated
 from outrider.testing import tiny_checkpoint
 
 FILES = (
-    "README.md", "mmproj-F16.gguf", "tiny-BF16.gguf", "tiny-F16.gguf", "tiny-Q4_K_M.gguf", "tiny-Q4_K_S.gguf",
-    "tiny.q8_0.gguf", "Q6_K/tiny-Q6_K-00001-of-00002.gguf", "Q6_K/tiny-Q6_K-00002-of-00002.gguf",
+    "README.md", "mmproj-F16.gguf", "tiny-BF16.gguf", "tiny-instruct-F16.gguf", "tiny-Q4_K_M.gguf",
+    "tiny-Q4_K_S.gguf", "tiny.q8_0.gguf", "Q6_K/tiny-Q6_K-00001-of-00002.gguf",
+    "Q6_K/tiny-Q6_K-00002-of-00002.gguf",
 )  # fmt: skip
 Downloaded = list[str]
 
@@ -29,8 +30,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def downloaded(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Downloaded:
-    """A hub with one repository, and what is downloaded from it."""
+    """A hub with one repository, and what is downloaded from it.
+
+    Another program left the projector of images in the folder.
+    """
     found: Downloaded = []
+    (tmp_path / "mmproj-F16.gguf").touch()
 
     def download(
         repo: str, allow_patterns: list[str], ignore_patterns: list[str], revision: str | None
@@ -57,7 +62,7 @@ def downloaded(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> D
         ("Q4_K_M", ["tiny-Q4_K_M.gguf"]),
         ("q4_k_m", ["tiny-Q4_K_M.gguf"]),
         ("Q8_0", ["tiny.q8_0.gguf"]),
-        ("F16", ["tiny-F16.gguf"]),
+        ("F16", ["tiny-instruct-F16.gguf"]),  # its name is longer than the projector's
         ("Q6_K", ["Q6_K/tiny-Q6_K-00001-of-00002.gguf", "Q6_K/tiny-Q6_K-00002-of-00002.gguf"]),
     ],
 )
@@ -78,6 +83,7 @@ def test_it_is_a_target_and_a_draft(downloaded: Downloaded, file: Path) -> None:
     ("name", "message"),
     [
         ("me/tiny:Q5_K_M", "'me/tiny' has no GGUF file of the quantization 'Q5_K_M'"),
+        ("me/tiny:", "'me/tiny:' names no quantization: give one, such as me/tiny:Q4_K_M"),
         ("me/tiny", "Of a repository of GGUF files give one, such as me/tiny:Q4_K_M"),
     ],
 )

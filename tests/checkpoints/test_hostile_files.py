@@ -54,6 +54,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "qwen3-moe": ("Qwen3Moe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "fallback": ("Phi", {}),
 }
 

@@ -142,7 +142,11 @@ CURE = "GGUF, AWQ"
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, ("dynamic", CURE)),
         (COMPRESSED | {"format": "marlin-24"}, ("'marlin-24'", CURE)),
         (COMPRESSED | {"format": "float-quantized"}, ("group_0", "8 bits of float", CURE)),
-        (floats(block_structure="big"), ("two sizes", "'big'")),
+        (floats(block_structure="big"), ("block_structure", "'big'")),
+        (floats(block_structure="0x128"), ("two sizes", "'0x128'")),
+        (floats(block_structure=[128.9, 128]), ("block_structure", "128.9")),
+        (floats(block_structure=[True, True]), ("block_structure", "True")),
+        (floats(block_structure=[32]), ("two sizes", "[32]")),
         (
             COMPRESSED
             | {"config_groups": {"g": {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}},

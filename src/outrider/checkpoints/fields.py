@@ -7,6 +7,7 @@ is allocated.
 from __future__ import annotations
 
 import math
+import re
 
 from outrider.checkpoints.validate import ANY, Section, Table, each, one_or_more, real, text
 from outrider.core.validate import FLAG, Kind, whole
@@ -23,6 +24,8 @@ TOKEN = whole(-1, INT32)  # -1: none
 VOCABULARY = whole(1, 1 << 26)
 THETA = real(1, 1e15)
 RANK = whole(1, 1 << 20)
+_CAP = real(1e-3, 1e6)  # Gemma 2 has 30 and 50; dividing by a cap near 0 overflows
+CAP = Kind(f"0, for none, or {_CAP.text}", lambda v: _CAP.accepts(v) or (type(v) in (int, float) and v == 0))
 
 
 def _table(*rows: tuple[Kind | Section, str]) -> dict[str, Kind | Section]:
@@ -42,13 +45,24 @@ ROPE = _table(
 ROPE |= _table((Section(ROPE), "full_attention sliding_attention"))  # one per kind of layer
 
 _BITS, _GROUP, _BLOCK = whole(1, 64), whole(-1, 1 << 24), whole(1, 1 << 16)
-_WEIGHTS = _table((_BITS, "num_bits"), (_GROUP, "group_size"), (FLAG, "symmetric"), (NAME, "type strategy"))
+_SIZES = each(_BLOCK, 2)
+_STRUCTURE = Kind(
+    f"{_SIZES.text}, or such as 128x128",
+    lambda v: bool(re.fullmatch("[0-9]{1,5}x[0-9]{1,5}", v)) if isinstance(v, str) else _SIZES.accepts(v),
+)
+_WEIGHTS = _table(
+    (_BITS, "num_bits"),
+    (_GROUP, "group_size"),
+    (FLAG, "symmetric"),
+    (NAME, "type strategy"),
+    (_STRUCTURE, "block_structure"),
+)
 QUANTIZATION: Table = _table(
     (_BITS, "bits"),
     (_GROUP, "group_size"),
     (FLAG, "zero_point sym desc_act"),
     (NAME, "quant_method version checkpoint_format format fmt"),
-    (each(_BLOCK, 2), "weight_block_size"),
+    (_SIZES, "weight_block_size"),
     (Section({ANY: Section({"weights": Section(_WEIGHTS)})}), "config_groups"),
     (Section({}), "dynamic"),
 )
@@ -79,7 +93,8 @@ CONFIG = _TOKENS | _table(
     (EPSILON, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon"),
     (THETA, "rope_theta rope_local_base_freq rotary_emb_base"),
     (SHARE, "partial_rotary_factor rotary_pct"),
-    (SCALE, "logit_scale attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar"),
+    (SCALE, "logit_scale query_pre_attn_scalar"),
+    (CAP, "attn_logit_softcapping final_logit_softcapping"),
     (_DIMENSION, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
     (whole(0, 1 << 24), "moe_intermediate_size"),
     (LAYER_COUNT, "decoder_sparse_step"),

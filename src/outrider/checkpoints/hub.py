@@ -37,6 +37,7 @@ HEADS = SHIPPED / "heads"
 GROWN = "builtin-100m"  # the built-in target at the cost of 101 M weights (grown.py)
 BUILTIN = {"builtin": "target", "builtin-draft": "draft", GROWN: "target"}
 DOWNLOADED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
+PROJECTOR = "*mmproj*"  # GGUF files that read images for a language model
 NOT_DOWNLOADED = ["*optimizer*", "*scheduler.pt", "rng_state*", "training_args*"]  # written by trainers
 PROCESSOR_TEMPLATE = "chat_template.json"  # of older checkpoints that also read images
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -94,13 +95,17 @@ def is_tagged(name: str) -> bool:
 def _download_gguf(name: str, revision: str | None) -> Path:
     """The file of this quantization, or the first one of its shards."""
     repository, _, tag = name.partition(":")
+    if not tag:
+        raise ModelError(f"{name!r} names no quantization: give one, such as {name}Q4_K_M.")
     spelled = dict.fromkeys((tag, tag.upper(), tag.lower()))
     ends = [f"{text}{end}" for text in spelled for end in (".gguf", "-0*-of-*.gguf")]
     patterns = [*ends, *(f"*[-._/]{end}" for end in ends)]
-    folder = _download(repository, revision, patterns, ["*mmproj*"])
+    folder = _download(repository, revision, patterns, [PROJECTOR])
     files = sorted(folder.rglob("*.gguf"), key=lambda file: (len(file.name), file.name))
     for file in files:
-        if any(fnmatchcase(file.relative_to(folder).as_posix(), pattern) for pattern in patterns):
+        path = file.relative_to(folder).as_posix()
+        # another program may have downloaded it
+        if not fnmatchcase(path, PROJECTOR) and any(fnmatchcase(path, pattern) for pattern in patterns):
             return file
     raise ModelError(f"{repository!r} has no GGUF file of the quantization {tag!r}.")
 
@@ -226,7 +231,7 @@ class Checkpoint:
     def last_norm(self) -> Tensor:
         """What the norm before the head multiplies with, float32 [hidden]."""
         weight = self.tensors().get("model.norm.weight", self.spec.hidden).float()
-        added = isinstance(self.spec, Spec) and self.spec.traits.unit_norms
+        added = isinstance(self.spec, Spec) and self.spec.variant.unit_norms
         return weight + 1.0 if added else weight
 
     def tensors(self) -> Source:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from outrider.checkpoints.fields import QUANTIZATION
 from outrider.checkpoints.validate import check
+from outrider.core.validate import is_whole
 from outrider.errors import ModelError
 
 CURE = (
@@ -138,15 +139,11 @@ def _fp8(settings: dict[str, Any]) -> Scheme:
 
 
 def _block(given: Any) -> tuple[int, int]:
-    """Outputs and inputs of a block, from a list, or from a text such as 128x128."""
-    sizes = given.split("x") if isinstance(given, str) else given
-    try:
-        height, width = map(int, sizes)
-    except (TypeError, ValueError):
-        height = width = 0
-    if not (0 < height <= MOST and 0 < width <= MOST):
+    """Outputs and inputs of a block, from a list, or from a text such as 128x128 (see `QUANTIZATION`)."""
+    sizes = [int(size) for size in given.split("x")] if isinstance(given, str) else given
+    if len(sizes) != 2 or not all(is_whole(size, 1, MOST) for size in sizes):
         raise ModelError(f"the blocks of a checkpoint in fp8 must have two sizes, got {given!r}.")
-    return height, width
+    return sizes[0], sizes[1]
 
 
 def _config_group(name: str, group: dict[str, Any]) -> Scheme:

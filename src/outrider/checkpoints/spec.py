@@ -37,6 +37,14 @@ FAMILIES = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
 }
+# Others run on a CPU only: see Spec.only_on_cpu.
+ON_EVERY_DEVICE = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MiMoForCausalLM",
+)
 # whose queries and keys of every head are normalized
 QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
@@ -50,6 +58,7 @@ STATEFUL = (
     "falcon_mamba", "bamba", "nemotron_h", "kimi_linear", "zaya",
 )  # fmt: skip
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+WITH_EXPERTS = ("mixtral", "qwen3_moe")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
 EXPERT_COUNT = whole(1, MAX_EXPERTS)
@@ -106,8 +115,8 @@ class Experts:
 
     @staticmethod
     def of(config: Any, layers: int) -> Experts | None:
-        """None for a model without experts."""
-        if not (getattr(config, "num_local_experts", None) or 0):
+        """None for a model without experts; the keys mean nothing in other families."""
+        if config.model_type not in WITH_EXPERTS or not getattr(config, "num_local_experts", None):
             return None
         count = _size(config, "num_local_experts", EXPERT_COUNT)
         chosen = _size(config, "num_experts_per_tok", whole(1, count))
@@ -120,7 +129,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Traits:
+class DecoderVariant:
     """What a decoder computes otherwise than Llama.
 
     gelu:            the gate of an MLP goes through GELU (by tanh) in place of SiLU
@@ -142,16 +151,16 @@ class Traits:
     ropes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(config: Any, kinds: Sequence[str]) -> Traits:
+    def of(config: Any, kinds: Sequence[str]) -> DecoderVariant:
         """kinds: of every layer, as in layer_types."""
         if not config.model_type.startswith("gemma"):
-            return Traits()
+            return DecoderVariant()
         scale = config.hidden_size**0.5
         if config.model_type == "gemma":
-            return Traits(gelu=True, unit_norms=True, embedding_scale=scale)
+            return DecoderVariant(gelu=True, unit_norms=True, embedding_scale=scale)
         POSITIVE.check(config.query_pre_attn_scalar, "query_pre_attn_scalar", ModelError)
         nested = kinds[0] in config.rope_parameters
-        return Traits(
+        return DecoderVariant(
             gelu=True,
             unit_norms=True,
             output_norms=True,
@@ -179,12 +188,12 @@ class Spec(Facts):
     qk_norm: bool
     tied: bool
     experts: Experts | None = None
-    traits: Traits = Traits()
+    variant: DecoderVariant = DecoderVariant()
 
     @property
     def only_on_cpu(self) -> bool:
         """Whether GPUs have no kernels for something in it."""
-        return self.experts is not None or self.traits != Traits()
+        return self.experts is not None or self.variant != DecoderVariant()
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:
@@ -208,7 +217,7 @@ class Spec(Facts):
             qk_norm=name in QK_NORMED,
             tied=bool(config.tie_word_embeddings),
             experts=Experts.of(config, facts.layers),
-            traits=Traits.of(config, kinds),
+            variant=DecoderVariant.of(config, kinds),
         )
 
 

@@ -87,7 +87,7 @@ class Decoder(Model):
         tables = rotation_tables(checkpoint.config, spec, max_len)
         self.embedding = reader.embedding(self.backend)
         self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
-        for layer, kind, at in zip(self.layers, spec.traits.ropes, where.layers):
+        for layer, kind, at in zip(self.layers, spec.variant.ropes, where.layers):
             layer.rotations = tables[kind].to(at)
         self.parts: list[Part] = []
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
@@ -101,10 +101,10 @@ class Decoder(Model):
         self.lm_head = self.embedding if spec.tied else reader.lm_head(self.backend)
         self.fused = self.backend.fused if len(backends) == 1 else None  # it runs on one device
         # as transformers rounds it
-        self.embedding_scale = torch.tensor(spec.traits.embedding_scale, dtype=self.dtype).item()
+        self.embedding_scale = torch.tensor(spec.variant.embedding_scale, dtype=self.dtype).item()
         self.ends: Any = None
         if self.fused is not None:
-            scale, cap = self.embedding_scale, spec.traits.logit_cap
+            scale, cap = self.embedding_scale, spec.variant.logit_cap
             self.ends = self.fused.pack_ends(self.embedding, self.norm, self.lm_head, scale, cap)
 
     def pool(self, slots: int) -> Pool:
@@ -192,7 +192,7 @@ class Decoder(Model):
         logits = self.backend.linear(x, self.lm_head)
         # `float` takes 30 µs here even if there is nothing to convert
         logits = logits if logits.dtype == torch.float32 else logits.float()
-        cap = self.spec.traits.logit_cap
+        cap = self.spec.variant.logit_cap
         return self.backend.soft_cap(logits, cap) if cap else logits
 
     @property
@@ -217,7 +217,7 @@ def _move(x: Tensor, backend: Backend) -> Tensor:
 
 def rotation_tables(config: Any, spec: Spec, max_len: int) -> dict[str, Tensor]:
     """The tables of `rotations` by kind of layer; one, of the kind "", where all layers share it."""
-    kinds = dict.fromkeys(spec.traits.ropes or [""])
+    kinds = dict.fromkeys(spec.variant.ropes or [""])
     return {kind: rotations(config, max_len, SELF_TEST, kind) for kind in kinds}
 
 

@@ -42,7 +42,7 @@ def write(
 ) -> int:
     """Write the checkpoint `source` to `folder` with `bits` bits a weight; returns the bytes of its weights.
 
-    16 bits dequantize a compressed-tensors checkpoint to bfloat16, 32 bits to float32, which is exact.
+    16 bits dequantize a compressed-tensors or fp8 checkpoint to bfloat16, 32 bits to float32, which is exact.
     Raises ModelError for a checkpoint that is no folder, is not supported by the lean decoder, or is
     quantized already.  Raises ConfigError for other bits, or for a folder that is not empty.
     """

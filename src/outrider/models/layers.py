@@ -62,10 +62,10 @@ class LayerReader:
             head_dim=spec.head_dim,
             eps=spec.eps,
             window=spec.windows[i],
-            scale=(spec.traits.query_scalar or spec.head_dim) ** -0.5,
+            scale=(spec.variant.query_scalar or spec.head_dim) ** -0.5,
             experts=experts,
-            cap=spec.traits.score_cap,
-            gelu=spec.traits.gelu,
+            cap=spec.variant.score_cap,
+            gelu=spec.variant.gelu,
         )
 
     def _norms(self, backend: Backend, prefix: str, attention: str, has_input: bool) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class LayerReader:
             names["norm_in"] = f"{prefix}.input_layernorm"
         if spec.inner:
             names["norm_post"] = f"{prefix}.post_attention_layernorm"
-        if spec.traits.output_norms:
+        if spec.variant.output_norms:
             names["norm_attended"] = f"{prefix}.post_attention_layernorm"
             names["norm_post"] = f"{prefix}.pre_feedforward_layernorm"
             names["norm_mlp"] = f"{prefix}.post_feedforward_layernorm"
@@ -118,7 +118,7 @@ class LayerReader:
 
     def _vector(self, backend: Backend, name: str, size: int) -> Tensor:
         weight = self.weights.get(f"{name}.weight", size).float()
-        weight = 1.0 + weight if self.spec.traits.unit_norms else weight
+        weight = 1.0 + weight if self.spec.variant.unit_norms else weight
         return weight.to(backend.device).contiguous()
 
     def _fused(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import FAMILIES, Spec
+from outrider.checkpoints.spec import FAMILIES, ON_EVERY_DEVICE, Spec
 from outrider.errors import ConfigError, ModelError
 from outrider.models.base import Model
 from outrider.models.decoder import Decoder
@@ -45,22 +45,35 @@ def needs_fallback(
     Raises ConfigError or ModelError for options that only the lean decoder supports.
     """
     spec, name = checkpoint.spec, checkpoint.spec.architecture
+    if isinstance(spec, Spec) and (device.type == "cpu" or not spec.only_on_cpu):
+        return False
+    supported = ", ".join(FAMILIES if device.type == "cpu" else ON_EVERY_DEVICE)
+    if split:
+        raise ConfigError(f"gpu_layers is for {supported}; {name} runs on one device: leave it out.")
     if isinstance(spec, Spec):
-        if device.type == "cpu" or not spec.only_on_cpu:
-            return False
-        name = f"{name} on {device.type}"
+        _check_only_on_cpu(checkpoint, quantization)
+    elif quantization is not None:
+        raise ConfigError(
+            f"quantization {quantization!r} is for {supported}; {name} runs in its own numbers: leave it out."
+        )
+    elif checkpoint.scheme or checkpoint.gguf:
+        raise ModelError(
+            f"{name} cannot be run from a quantized checkpoint; only {supported} can: "
+            "load an unquantized one."
+        )
+    return True
+
+
+def _check_only_on_cpu(checkpoint: Checkpoint, quantization: str | None) -> None:
+    """Refuse few bits, outside the CPU, for a model that the lean decoder runs on a CPU only."""
+    name = checkpoint.spec.architecture
     if quantization is not None:
         raise ConfigError(
-            f"quantization {quantization!r} is for {', '.join(FAMILIES)}; "
-            f"{name} runs in its own numbers: leave it out."
-        )
-    if split:
-        raise ConfigError(
-            f"gpu_layers is for {', '.join(FAMILIES)}; {name} runs on one device: leave it out."
+            f"quantization {quantization!r} of {name} is supported on a CPU only: give device='cpu', "
+            "or leave it out."
         )
     if checkpoint.scheme or checkpoint.gguf:
         raise ModelError(
-            f"{name} cannot be run from a quantized checkpoint; "
-            f"only {', '.join(FAMILIES)} can: load an unquantized one."
+            f"{name} can be run from a quantized checkpoint on a CPU only: give device='cpu', or load an "
+            "unquantized one."
         )
-    return True

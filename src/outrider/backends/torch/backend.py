@@ -170,7 +170,7 @@ class TorchBackend:
     def gelu_mul(self, x: Tensor) -> Tensor:
         """Row by row: torch computes the last elements of a call in another way."""
         gate, up = x.chunk(2, dim=-1)
-        return torch.stack([F.gelu(row, approximate="tanh") for row in gate]) * up
+        return torch.stack([F.gelu(row, approximate="tanh") for row in gate]) * up if len(x) else up
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return torch.stack([torch.tanh(row / cap) for row in x]) * cap if len(x) else x

@@ -15,6 +15,8 @@ from outrider.errors import ModelError
 # Layers of the models whose attention scores llama.cpp scales by hidden_size / heads, as their configs say.
 # GGUF has no key for it.
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+WITH_EXPERTS = ("llama", "qwen3moe")
+GEMMA2_WINDOW = 4096  # llama.cpp's default
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -25,7 +27,9 @@ def read_config(file: GgufFile) -> Any:
     family = family_of(file.architecture, file.path)
     if file.architecture == "llama" and file.integer("expert_count", 0):
         family = "Mixtral"  # the only Llama with experts
-    settings = _settings(file, family) | _expert_settings(file)
+    settings = _settings(file, family)
+    if file.architecture in WITH_EXPERTS:
+        settings |= _expert_settings(file)
     if file.architecture in SCALED_BY_WIDTH:
         settings |= _gemma_settings(file, settings)
     check(settings, CONFIG, file.path)
@@ -92,7 +96,9 @@ def _gemma_settings(file: GgufFile, settings: dict[str, Any]) -> dict[str, Any]:
     head_dim, layers = settings["head_dim"], settings["num_hidden_layers"]
     by_width = layers == SCALED_BY_WIDTH[file.architecture]
     scalar = settings["hidden_size"] // settings["num_attention_heads"] if by_width else head_dim
-    own = {"query_pre_attn_scalar": scalar, "sliding_window": file.integer("attention.sliding_window")}
+    default_window = GEMMA2_WINDOW if file.architecture == "gemma2" else None
+    window = file.integer("attention.sliding_window", default_window)
+    own = {"query_pre_attn_scalar": scalar, "sliding_window": window}
     if file.architecture == "gemma2":
         caps = (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))
         return own | {key: file.number(key, default) for key, default in caps}

@@ -37,7 +37,7 @@ class GgufWeights:
         weight = self._unpack(name, shape)
         dense = weight.dense() if isinstance(weight, QuantizedWeight) else weight
         # the files hold what is multiplied with, transformers adds 1
-        return dense - 1.0 if self.spec.traits.unit_norms and name.endswith("norm.weight") else dense
+        return dense - 1.0 if self.spec.variant.unit_norms and name.endswith("norm.weight") else dense
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         return self._unpack(f"{name}.weight", (outputs, inputs))

@@ -27,7 +27,7 @@ typedef struct {
     float eps;
 } NormedSum;
 
-/* Lane by lane, the last lanes of a row through zero-padded vectors. */
+/* Lane by lane; a sum of two numbers is the same in a vector and alone. */
 static void add_normed_rows(const void *loop, int64_t first, int64_t end) {
     const NormedSum *s = loop;
     const int64_t width = s->width;

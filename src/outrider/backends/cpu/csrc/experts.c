@@ -63,9 +63,10 @@ static void route(const ModelShape *s, const float *logits, int64_t *expert_of, 
     float probs[MAX_EXPERTS];
     char is_chosen[MAX_EXPERTS] = {0};
     for (int64_t i = 0; i < s->chosen_experts; i++) {
-        int64_t best = -1;
-        for (int64_t e = 0; e < s->experts; e++)
-            if (!is_chosen[e] && (best < 0 || logits[e] > logits[best])) best = e;
+        int64_t best = 0;
+        while (is_chosen[best]) best++;
+        for (int64_t e = best + 1; e < s->experts; e++)
+            if (!is_chosen[e] && logits[e] > logits[best]) best = e;
         is_chosen[best] = 1;
     }
     memcpy(probs, logits, (size_t)s->experts * 4);
