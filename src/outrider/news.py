@@ -121,7 +121,7 @@ class NewsReader:
             return None
         if not self.interval:
             self.called = False
-            if self.fresh:  # noted since: nobody else looks
+            if self.fresh:  # noted since, and by no other call
                 self.inbox.loop.call_soon(wake, [self])
             return None
         interval = crowd * self.interval

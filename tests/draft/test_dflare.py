@@ -86,7 +86,10 @@ def test_a_file_fits_the_network_for_training() -> None:
 
 
 def test_a_taught_head_is_accepted_and_exported(toy: LLM, tmp_path: Path) -> None:
-    """More often than a new one, with the text of plain decoding; the published names come back."""
+    """More often than a new one, with the text of plain decoding; the published names come back.
+
+    A random token is right 1 time in V.
+    """
     torch.manual_seed(2)
     network, found = Network.like(toy.engine.target, taps=TAPS, block=3, layers=1), list[float]()
     data, outer = samples(toy, TAPS), TargetWeights.of(toy.engine.decoder)
@@ -99,4 +102,4 @@ def test_a_taught_head_is_accepted_and_exported(toy: LLM, tmp_path: Path) -> Non
         found.append(acceptance(target, {"model": folder}))
         if not step:
             teach(network, network.loss, data, outer, steps=60, rate=6e-3)
-    assert found[1] > 0.05 > found[0], "chance is 1 in 512"
+    assert found[1] > 0.05 > found[0]

@@ -191,7 +191,7 @@ def taught(toy: LLM, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("nodes", [None, 6])
 def test_a_trained_head_is_often_right(nodes: int | None, toy: LLM, taught: str) -> None:
-    """Chance is 1 in 512; a tree has nodes beside the best one."""
+    """A random token is right 1 time in V; a tree has nodes beside the best one."""
     assert acceptance(toy.engine.checkpoint.name, {"model": taught, "nodes": nodes}) > (
         0.05 if nodes is None else 0.03
     )

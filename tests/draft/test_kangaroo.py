@@ -124,6 +124,8 @@ def test_the_exit_is_the_options_the_files_or_the_published_one(toy: LLM, tmp_pa
         Kangaroo(Kangaroo.Options(model=named, early_exit=LAYERS), target)
     with pytest.raises(ConfigError, match=rf"early_exit must be in 1 … {LAYERS - 1}.*got 'two'"):
         Kangaroo(Kangaroo.Options(model=published(tmp_path / "odd", early_exit="two")), target)
+    with pytest.raises(ConfigError, match=rf"early_exit must be in 1 … {LAYERS - 1}.*got 0"):
+        Kangaroo(Kangaroo.Options(model=published(tmp_path / "zero", early_exit=0)), target)
 
 
 @pytest.mark.parametrize(

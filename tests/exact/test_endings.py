@@ -146,7 +146,7 @@ def until(count: int) -> Callable[[list[int], Tensor], Tensor]:
     return known
 
 
-@pytest.mark.parametrize("verification", ["match", "rejection"])
+@pytest.mark.parametrize("verification", ["match", "rejection", "traversal"])
 @pytest.mark.parametrize("ending", ["token", "string"])
 def test_a_processor_is_not_missed_behind_the_end_of_the_text(
     ending: str, verification: str, plain: LLM, fast: LLM, answers: list[list[int]]

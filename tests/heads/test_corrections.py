@@ -95,9 +95,8 @@ def corrected(
     return made
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "domino"])
-def test_published_corrections_equal_naive_ones(kind: str, toy: LLM, tmp_path: Path) -> None:
-    """Every token is the best of its level given those before it, and confident as predicted."""
+def published(kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config of a file, and the tensors that a plain block does not have."""
     torch.manual_seed(8)
     more = {f"markov_head.markov_w{i}.weight": torch.randn(V, 5) for i in (1, 2)}
     wide = HIDDEN + 10 if kind == "rnn" else HIDDEN + 5
@@ -119,6 +118,13 @@ def test_published_corrections_equal_naive_ones(kind: str, toy: LLM, tmp_path: P
         }
         more |= {"embed_proj.0.weight": torch.randn(7, HIDDEN + 5), "embed_proj.2.weight": torch.randn(V, 7)}
         config = zlab({"projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 2})
+    return config, more
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn", "domino"])
+def test_published_corrections_equal_naive_ones(kind: str, toy: LLM, tmp_path: Path) -> None:
+    """Every token is the best of its level given those before it, and confident as predicted."""
+    config, more = published(kind)
     folder = save_head(tmp_path, config, {**tensors(), **more})
     assert detect(folder) == ("domino" if kind == "domino" else "dspark")
     llm, outer = toy.variant({"model": folder}), TargetWeights.of(toy.engine.decoder)
@@ -133,6 +139,49 @@ def test_published_corrections_equal_naive_ones(kind: str, toy: LLM, tmp_path: P
             known = torch.cat([block.states[: len(e)], e], dim=-1)
             predicted = (known @ more["confidence_head.proj.weight"][0] + 1).sigmoid()
             assert tree.confidence == pytest.approx(predicted.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("rows", [(V, V + 64), (V + 64, V), (V + 64, V + 64), (V - 64, V)], ids=str)
+@pytest.mark.parametrize("kind", ["vanilla", "domino"])
+def test_lm_head_and_correction_may_be_padded_differently(
+    kind: str, rows: tuple[int, int], toy: LLM, tmp_path: Path
+) -> None:
+    """rows: of the two.  Those that only one of them has get the highest logits, and are not drafted."""
+    config, more = published(kind)
+    common, name = (
+        min(V, *rows),
+        "embed_proj.2.weight" if kind == "domino" else "markov_head.markov_w2.weight",
+    )
+    lm_head, correction = torch.randn(rows[0], HIDDEN), torch.randn(rows[1], more[name].shape[1])
+    lm_head[common:] *= 50
+    correction[common:] *= 50
+    stored = {**tensors(), **more, "lm_head.weight": lm_head, name: correction}
+    llm = toy.variant({"model": save_head(tmp_path, config, stored)})
+    outer, found = TargetWeights.of(toy.engine.decoder), drafted(llm)
+    assert len(found) > 4
+    for block, tree in found:
+        cut = block._replace(logits=block.logits[:, :common])
+        expected = corrected(kind, {**more, name: correction[:common]}, cut, tree.tokens, outer)
+        for logits, token in zip(expected, tree.tokens, strict=True):
+            assert token < common and logits[token] > logits.max() - 0.02
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("vanilla", "markov_head.markov_w1.weight"),
+        ("vanilla", "markov_head.markov_w2.weight"),
+        ("vanilla", "confidence_head.proj.weight"),
+        ("domino", "prefix_gru.weight_hh_l0"),
+        ("domino", "embed_proj.0.weight"),
+        ("domino", "embed_proj.2.weight"),
+    ],
+)
+def test_a_vector_in_place_of_a_matrix_is_refused(kind: str, name: str, toy: LLM, tmp_path: Path) -> None:
+    config, more = published(kind)
+    folder = save_head(tmp_path, config, {**tensors(), **more, name: torch.zeros(V)})
+    with pytest.raises(ModelError, match=rf"its {name} is \({V},\), and .* needed"):
+        toy.variant({"model": folder})
 
 
 def test_a_predicted_acceptance_replaces_the_estimates(toy: LLM, tmp_path: Path) -> None:

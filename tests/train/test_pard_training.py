@@ -112,6 +112,7 @@ def test_what_is_saved_has_the_published_layout_and_drafts(target: LLM, made: Pa
         ({"depths": 1}, "depths must be"),
         ({"draft": "{sliding}"}, "sliding window"),
         ({"draft": "builtin-draft"}, "do not share a tokenizer"),
+        ({"draft": "{text}"}, "pard_token of the draft 'abc': V of the draft is 300"),
     ],
     ids=str,
 )
@@ -120,6 +121,8 @@ def test_what_cannot_be_trained_is_refused(
 ) -> None:
     if given.get("draft") == "{sliding}":
         given = {"draft": tiny_checkpoint(tmp_path, "Mistral", sliding_window=8)}
+    if given.get("draft") == "{text}":
+        given = {"draft": tiny_checkpoint(tmp_path, "Qwen2", pard_token="abc")}
     if "draft" in given:
         given = {**given, "draft": given["draft"].format(draft=draft)}
     with pytest.raises(ConfigError, match=message):

@@ -67,8 +67,8 @@ TALK = (
     "--multiline-input",
 )  # fmt: skip
 TEXTS = (  # flags whose value is a text of any form
-    "-p", "--prompt", "-f", "--file", "-sys", "--system-prompt", "-r", "--reverse-prompt", "-j", "--json-schema",
-    "--grammar", "--regex",
+    "-p", "--prompt", "-f", "--file", "-sys", "--system-prompt", "-r", "--reverse-prompt", "-j",
+    "--json-schema", "--grammar", "--regex",
 )  # fmt: skip
 TOKEN = ("-hft", "--hf-token")
 REPOSITORY = {  # of GGUF files on the hub

@@ -32,10 +32,10 @@ ALL = (1 << 31) - 1  # upper bound of top_k, above any vocabulary size
 COLDEST, HOTTEST = 1e-20, 1e20
 MOST_SAMPLES = 16384  # samples per prompt, as in vLLM
 LARGEST = sys.float_info.max
-PLAIN = (int, float, bool, NoneType)  # types of most values
+SIMPLE = (int, float, bool, NoneType)  # types of most values
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors", "prediction")
 # parameters of which a value of these types may be kept in another form, or refused
-FORMED = {*LISTS, "top_k", "seed", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
+CHANGED = {*LISTS, "top_k", "seed", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
 
 _BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
 _FORMS = "Use 'structured_outputs', a dict with json, regex, choice, grammar, json_object or structural_tag."
@@ -186,7 +186,7 @@ class SamplingParams:
             names = [each.name for each in fields(SamplingParams)]
             refuse_unknown(given, names, "sampling parameter", elsewhere=ELSEWHERE, error=RequestError)
         for name, value in given.items():  # the defaults are attributes of the class
-            if type(value) not in PLAIN or name in FORMED:
+            if type(value) not in SIMPLE or name in CHANGED:
                 with about(name):
                     value = _normal(name, value)
             object.__setattr__(self, name, value)

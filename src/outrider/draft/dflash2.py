@@ -181,7 +181,7 @@ class Conv:
     def __init__(self, reader: Reader, name: str, hidden: int, group: int) -> None:
         head, self.backend, self.group = reader.head, reader.backend, group
         shape = head.shape(f"{name}.base_kernel")
-        taps = shape[1] if len(shape) == 3 else 0
+        taps = max(1, shape[1]) if len(shape) == 3 else 1  # `get` refuses other shapes
         base = head.get(f"{name}.base_kernel", 2, taps, hidden)
         self.base, self.taps = base.float().to(reader.backend.device), taps
         outputs = 2 * taps * (hidden // group)
@@ -195,10 +195,11 @@ class Selector(Correction):
     """The choice among candidates, as logits: others than the candidates have none."""
 
     def __init__(self, reader: Reader, target: Target, hidden: int, top_k: int) -> None:
-        head, self.model, self.backend, self.top_k = reader.head, target.decoder, reader.backend, top_k
-        rows, rank = head.shape("selector.before.weight")
-        if rows < target.vocabulary:
-            raise head.misfit(f"its selector has {rows} tokens, and the target has {target.vocabulary}")
+        self.model, self.backend, self.top_k = target.decoder, reader.backend, top_k
+        self.vocabulary = vocabulary = target.vocabulary
+        rows, rank = reader.matrix_shape("selector.before.weight")
+        if rows < vocabulary:
+            raise reader.head.misfit(f"its selector has {rows} tokens, and the target has {vocabulary}")
         self.gate = reader.linear("selector.gate", rank, hidden)
         self.before = reader.outer.linear("selector.before", rows, rank)
         self.after = reader.outer.linear("selector.after", rows, rank)
@@ -209,7 +210,8 @@ class Selector(Correction):
     def __call__(
         self, level: int, tokens: Sequence[int], x: Tensor, state: Tensor, logits: Tensor
     ) -> CorrectionOutput:
-        candidates = logits.topk(min(self.top_k, logits.shape[1]), dim=-1).indices
+        known = logits[:, : self.vocabulary]  # an lm_head may be padded beyond the codebooks
+        candidates = known.topk(min(self.top_k, known.shape[1]), dim=-1).indices
         gated = embed(self.model, tokens, self.before).float() * self.backend.linear(x, self.gate).float()
         after = (
             embed(self.model, candidates.flatten().tolist(), self.after).float().view(*candidates.shape, -1)
@@ -230,10 +232,14 @@ class DFlash2(BlockDrafter):
         for key, usual in sizes.items():
             sizes[key] = self.head.config.get(key, usual)
             whole(1).check(sizes[key], f"{key} of {self.head.name!r}", ModelError)
+        group = sizes["conv_group_size"]
+        if self.width % group:
+            raise self.head.misfit(
+                f"its conv_group_size is {group}, which does not divide {self.width} columns"
+            )
         self.convs = list[tuple[Conv, Conv]]()
         for i in range(len(self.layout.windows)):
             names = (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv")
-            group = sizes["conv_group_size"]
             attention, mlp = (Conv(self.reader, name, self.width, group) for name in names)
             self.convs.append((attention, mlp))
         self.correction = Selector(self.reader, target, self.width, sizes["selector_top_k"])
@@ -258,7 +264,7 @@ class DFlash2(BlockDrafter):
         before, after = attention_conv(u)
         qkv = run.linear(convolve(u, before, earlier), layer.qkv)
         q = run.rope_store(qkv, layer, self.stack.rotations, kv)
-        attended = run.attend(q, layer, kv, Scores(layer.head_dim**-0.5, layer.window))
+        attended = run.attend(q, layer, kv, Scores(layer.scale, layer.window))
         x = x + convolve(run.linear(attended, layer.o), after, earlier)
         u = run.rms_norm(x, layer.norm_post, layer.eps)
         before, after = mlp_conv(u)

@@ -85,8 +85,8 @@ class Recurrence(Correction):
         self, reader: Reader, target: Target, hidden: int, outputs: int | None, embedding: object
     ) -> None:
         head, self.model, self.embedding = reader.head, target.decoder, embedding
-        self.backend, self.width = reader.backend, head.shape("domino.state.weight")[1]
-        narrow, second = head.shape("domino.down.weight")[0], head.shape("domino.up.weight")[0]
+        self.backend, (_, self.width) = reader.backend, reader.matrix_shape("domino.state.weight")
+        narrow, second = (reader.matrix_shape(f"domino.{name}.weight")[0] for name in ("down", "up"))
         self.input = reader.linear("domino.input", 3 * self.width, hidden)
         self.state = reader.linear("domino.state", 3 * self.width, self.width)
         self.down = reader.linear("domino.down", narrow, hidden + self.width)

@@ -142,9 +142,9 @@ class Network(BlockNetwork):
 class Confidence:
     """float32 [n]: the expected acceptance of the tokens at n places."""
 
-    def __init__(self, head: Head, hidden: int, rank: int) -> None:
+    def __init__(self, reader: Reader, hidden: int, rank: int) -> None:
         """rank: of the Markov table, 0 without one."""
-        inputs = head.shape("confidence_head.proj.weight")[1]
+        head, (_, inputs) = reader.head, reader.matrix_shape("confidence_head.proj.weight")
         self.embeds = bool(rank) and inputs != hidden
         self.weight = head.get("confidence_head.proj.weight", 1, hidden + rank * self.embeds).float()
         self.bias = head.get("confidence_head.proj.bias", 1).float()
@@ -173,13 +173,13 @@ class Spark(Correction):
         if self.table:
             self._read_table(reader, target.vocabulary, hidden, outputs)
         predicts = "confidence_head.proj.weight" in head
-        self.confidence = Confidence(head, hidden, self.rank) if predicts else None
+        self.confidence = Confidence(reader, hidden, self.rank) if predicts else None
 
     def _read_table(self, reader: Reader, vocabulary: int, hidden: int, outputs: int | None) -> None:
         """Pack the table, and what its kind has beside it."""
         head = reader.head
-        rows, self.rank = head.shape("markov_w1.weight")
-        padded = max(vocabulary, head.shape("markov_w2.weight")[0])
+        rows, self.rank = reader.matrix_shape("markov_w1.weight")
+        padded = max(vocabulary, reader.matrix_shape("markov_w2.weight")[0])
         rank, kind = self.rank, head.config.get("markov_head_type", VANILLA)
         self.embedding = reader.outer.linear("markov_w1", max(vocabulary, rows), rank)
         self.out = reader.outer.linear("markov_w2", padded if outputs is None else outputs, rank)

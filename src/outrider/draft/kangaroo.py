@@ -47,6 +47,7 @@ from outrider.heads.base import ONE, random_head
 from outrider.heads.layer import Sizes, Stack
 from outrider.heads.layouts import UNCHANGED, HeadFormat, Layout
 from outrider.heads.parts import Layer, sizes_config, small_sizes
+from outrider.heads.ranks import chain_paths
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import CHAIN, TREE, Forwards, Reading, Recurrent, RecurrentOptions
 from outrider.heads.recurrent_net import Net
@@ -246,7 +247,8 @@ class Kangaroo(Recurrent):
 
     def network(self) -> ExitNet:
         layers = self.target.decoder.spec.layers
-        layer = self.options.early_exit or self.head.config.get(EXIT) or published_exit(layers)
+        given = (self.options.early_exit, self.head.config.get(EXIT), published_exit(layers))
+        layer = next(number for number in given if number is not None)
         return ExitNet(self.reader, self.target, check_exit(layer, layers, self.target.checkpoint.name))
 
     def allocate(self, slots: int, pool: Pool) -> Any:
@@ -259,7 +261,7 @@ class Kangaroo(Recurrent):
     def _tree(self, row: Row, table: Any, base: int, budget: Budget) -> LevelTree:
         if self.options.tree != CHAIN or self.samples(row):
             return super()._tree(row, table, base, budget)
-        return RankTree(row, [(0,) * depth for depth in range(1, budget.depth + 1)], base, table)
+        return RankTree(row, chain_paths(budget.depth), base, table)
 
     def propose(self, batch: Batch) -> Draft:
         self.computed = {}
@@ -289,11 +291,6 @@ class Kangaroo(Recurrent):
         threshold: float | None = self.options.exit_threshold
         if threshold is None:
             return []
-        highest = (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
-        ending, first = list[LevelTree](), 0
-        for tree in trees:
-            count = len(tree.sources)
-            if max(highest[first : first + count]) < threshold:
-                ending.append(tree)
-            first += count
-        return ending
+        highest = (logits.amax(-1) - logits.logsumexp(-1)).exp().cpu()
+        parts = torch.split(highest, [len(tree.sources) for tree in trees])
+        return [tree for tree, own in zip(trees, parts) if float(own.max()) < threshold]

@@ -17,7 +17,8 @@ from outrider.heads.trees import Growth, RankTree, frontier_tokens
 class CorrectionOutput(NamedTuple):
     """Output of a correction for n places.
 
-    bias: float32 [n, Vd], added to the logits; None for none.  state: [n, width], for the next level.
+    bias: float32 [n, Vd], added to the logits, whose padding may differ; None for none.
+    state: [n, width], for the next level.
     acceptance: float32 [n], expected of the tokens at these places; None: estimated from the logits.
     """
 
@@ -73,4 +74,8 @@ def grow_corrected(trees: Sequence[CorrectedTree], correct: Correction, choose: 
             sizes = [len(tree.frontier) for tree in now]
             for tree, own in zip(now, torch.split(acceptance, sizes)):
                 tree.acceptance = own.tolist()
-        growth.add(logits if bias is None else logits + bias)
+        if bias is not None:
+            # Beyond these columns is padding, or one of the two lacks the token.
+            common = min(logits.shape[1], bias.shape[1])
+            logits = logits[:, :common] + bias[:, :common]
+        growth.add(logits)

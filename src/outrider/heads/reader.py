@@ -32,6 +32,13 @@ class Reader:
         """A vector; None if the file lacks it."""
         return self.vector(name, size) if name in self.head else None
 
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Rows and columns of a tensor.  Raises ModelError for one of another number of dimensions."""
+        shape = self.head.shape(name)
+        if len(shape) != 2:
+            raise self.head.misfit(f"its {self.head.stored[name]} is {shape}, and a matrix is needed")
+        return shape[0], shape[1]
+
     def linear(self, name: str, outputs: int, inputs: int) -> Any:
         """`name`.weight, and `name`.bias if the file has one."""
         return self.fused([(name, outputs)], inputs)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.checkpoints.spec import Spec
 from outrider.core.device import to_device
 from outrider.core.ragged import Ragged
 from outrider.core.step_input import StepInput
@@ -116,25 +117,41 @@ def mean_loss(losses: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """Embedding and lm_head of the target, float32 [V, hidden], which no head trains; bias [V] or None."""
+    """Embedding and lm_head of the target, float32 [V, hidden], which no head trains.
+
+    bias: [V] or None.  cap: soft cap of the logits, or 0.
+    """
 
     embedding: Tensor
     lm_head: Tensor
     bias: Tensor | None = None
+    cap: float = 0.0
 
     @staticmethod
     def of(model: Model) -> TargetWeights:
-        """The bias is the logits of zeros.  An lm_head with a soft cap becomes those of unit vectors."""
-        hidden = model.spec.hidden
+        """The bias is the logits of zeros, the lm_head those of unit vectors before the cap.
+
+        The caps of other families than the lean decoder's are not known: theirs stay in the lm_head.
+        """
+        hidden, cap = model.spec.hidden, model.spec.traits.logit_cap if isinstance(model.spec, Spec) else 0.0
         unit_vectors = torch.eye(hidden, dtype=model.backend.activations, device=model.device)
-        bias = model.head_logits(torch.zeros_like(unit_vectors[:1]))[0].clone()
-        lm_head = (model.head_logits(unit_vectors) - bias).T.contiguous()
+        bias = _uncapped(model.head_logits(torch.zeros_like(unit_vectors[:1]))[0], cap).clone()
+        lm_head = (_uncapped(model.head_logits(unit_vectors), cap) - bias).T.contiguous()
         embedding = model.embed(range(model.spec.vocabulary)).float()
-        return TargetWeights(embedding, lm_head, bias if bias.any() else None)
+        return TargetWeights(embedding, lm_head, bias if bias.any() else None, cap)
 
     def logits(self, x: Tensor) -> Tensor:
         """[n, V] of states [n, hidden] after the last norm."""
-        return F.linear(x, self.lm_head, self.bias)
+        logits = F.linear(x, self.lm_head, self.bias)
+        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+
+
+def _uncapped(logits: Tensor, cap: float) -> Tensor:
+    """What a soft cap made these logits of.  cap: 0 for none."""
+    if not cap:
+        return logits
+    most = 1.0 - torch.finfo(torch.float32).eps  # of 1 the inverse is infinite
+    return cap * torch.atanh((logits / cap).clamp(-most, most))
 
 
 def read_states(model: Model, texts: Sequence[Sequence[int]], wanted: Collection[int]) -> dict[int, Tensor]:

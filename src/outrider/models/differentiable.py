@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,11 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.core.ragged import Ragged
 
 EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")  # transformers joins all experts of a layer
+# Families whose files have the experts one by one, and the names there where they are not ours.
+PER_EXPERT: dict[str, dict[str, str]] = {
+    "qwen3_moe": {},
+    "mixtral": {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+}
 OF_FILES = ("quantization_config", "torch_dtype", "dtype", "_name_or_path", "transformers_version")
 
 
@@ -71,6 +76,38 @@ def _experts(source: Source, name: str, own: Tensor) -> Tensor:
             for e in range(count)
         ]
     )
+
+
+def has_experts(module: Any) -> bool:
+    """Whether a module's files have other tensors than the module: `file_tensors`."""
+    joined = any(EXPERTS.search(name) for name in module.state_dict())
+    return joined and module.config.model_type in PER_EXPERT
+
+
+def file_tensors(module: Any) -> dict[str, Tensor]:
+    """The weights of a module as its family's files have them, with every expert by itself."""
+    own = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    if not has_experts(module):
+        return own
+    theirs, tensors = PER_EXPERT[module.config.model_type], dict[str, Tensor]()
+    for name, tensor in own.items():
+        for split, part in _split(name, tensor):
+            words = split.split(".")
+            sparse = "experts" in words or words[-2:] == ["gate", "weight"]  # the router
+            tensors[".".join(theirs.get(word, word) for word in words) if sparse else split] = part
+    return tensors
+
+
+def _split(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The inverse of `_experts`: one weight after the other.  Any other tensor is left as it is."""
+    if not EXPERTS.search(name):
+        yield name, tensor
+        return
+    prefix, _, joined = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if joined == "gate_up_proj" else (joined,)
+    for e, expert in enumerate(tensor):
+        for part, weight in zip(parts, expert.chunk(len(parts))):
+            yield f"{prefix}.{e}.{part}.weight", weight
 
 
 def text_logits(module: Any, tokens: Tensor, places: Tensor, texts: Ragged | None = None) -> Tensor:

@@ -65,6 +65,12 @@ def _draft_model(drafter: DraftModel) -> Any:
             f"online: the draft {options.model!r} is not trained while serving: leave online out, or give "
             f"one of {', '.join(FAMILIES)} in safetensors, with the target's vocabulary, in one process."
         )
+    spec = checkpoint.spec
+    if isinstance(spec, Spec) and spec.experts is not None and any(spec.experts.layers):
+        raise ConfigError(
+            f"online: the draft {options.model!r} is a mixture of experts, which is not trained while "
+            "serving: leave online out, or give a draft without experts."
+        )
     network = new_module(checkpoint.config)
     load_weights(network, checkpoint)
     return network

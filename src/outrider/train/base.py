@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
-from outrider.checkpoints.quantize import GROUP, bits_of
+from outrider.checkpoints.quantize import bits_of
 from outrider.checkpoints.spec import largest
 from outrider.checkpoints.weights import write_tensors
 from outrider.core.row import LoRARequest
@@ -156,11 +156,10 @@ def write_head(
 ) -> None:
     """Write config.json and model.safetensors, each in one step: in bfloat16, or quantized to `bits` bits."""
     config = {**config, "torch_dtype": "bfloat16"}
-    if bits is not None:
-        matrices = (name for name, tensor in tensors.items() if tensor.dim() == 2)
-        whole = [name for name in matrices if tensors[name].shape[1] % GROUP]  # not quantized
-        config["quantization_config"] = scheme(bits, whole)
     stored = stored_tensors(tensors, bits)
+    if bits is not None:
+        whole = [name for name, tensor in tensors.items() if tensor.dim() == 2 and name in stored]
+        config["quantization_config"] = scheme(bits, whole)
     folder.mkdir(parents=True, exist_ok=True)
     replace_tensors(folder / "model.safetensors", stored)
     replace_text(folder / "config.json", json.dumps(config, indent=1) + "\n")

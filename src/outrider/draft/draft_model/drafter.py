@@ -97,7 +97,7 @@ class ModelDrafter(Drafter):
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         quantization, scheme = self.options.quantization, self.checkpoint.scheme
-        if quantization is None and scheme is not None:
+        if quantization is None and scheme is not None and scheme.sizes:  # none: it was expanded
             quantization = f"int{max(bits for bits, _ in scheme.sizes)}"
         self.decoder = self._loaded(replace(self.checkpoint, scheme=None, given=tensors), quantization)
 

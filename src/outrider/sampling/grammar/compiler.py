@@ -34,7 +34,7 @@ STACK_SIZE = Lock()  # of threads that start: of the whole process
 T = TypeVar("T")
 GBNF_RULE = re.compile(r"(?m)^\s*[\w-]+\s*::=")
 # Between two JSON tokens: nothing, a space, or a line break with indentation.  Unbounded whitespace is where
-# small models get lost.
+# small models go on without end.
 WHITESPACE = r"( |\n[ \t]{0,24})?"
 SIGNS = frozenset(r"\.+*?()|[]{}^$#&-~")  # that mean something in a regular expression
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -18,7 +18,7 @@ from outrider.core.reasoning import ReasoningMarkers
 from outrider.core.structural_tag import Tag
 
 FREE = "TEXT: /(.|\\n)*/"
-SPACE = "SPACE: /[ \\n]{0,4}/"  # between reasoning and answer; more is where small models get lost
+SPACE = "SPACE: /[ \\n]{0,4}/"  # between reasoning and answer; small models write more without end
 
 
 def tagged(tags: Sequence[Tag], schemas: Sequence[Any], special: Mapping[str, int]) -> str:

@@ -12,10 +12,19 @@ from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
+from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.spec import Spec
 from outrider.core.validate import Count, one_of
+from outrider.errors import ConfigError, ModelError
 from outrider.heads.parts import acceptance_loss
 from outrider.heads.sample import Sample, mean_loss
-from outrider.models.differentiable import load_weights, new_module, text_logits
+from outrider.models.differentiable import (
+    file_tensors,
+    has_experts,
+    load_weights,
+    new_module,
+    text_logits,
+)
 from outrider.train.base import Files, Method, replace_text
 from outrider.train.options import TrainOptions
 
@@ -59,11 +68,20 @@ class DraftModel(Method):
         given: dict[str, Any] = {key: value for key, value in sizes.items() if value is not None}
         if types := getattr(theirs, "layer_types", None):
             given["layer_types"] = [types[i] for i in self._chosen()]
-        network = new_module(theirs, **given)
+        network = new_module(theirs, **given, **self._sparse())
         if options.cut:
             outer = {"model.embed_tokens.weight": self.outer.embedding, "lm_head.weight": self.outer.lm_head}
             load_weights(network, self.target.checkpoint, self._chosen(), outer)
         return network
+
+    def _sparse(self) -> dict[str, Any]:
+        """Which layers have experts, as Qwen3-MoE names it: those whose layer of the target has."""
+        spec, config = self.target.decoder.spec, self.target.checkpoint.config
+        experts = spec.experts if isinstance(spec, Spec) else None
+        if experts is None or not hasattr(config, "mlp_only_layers"):
+            return {}
+        dense = [own for own, i in enumerate(self._chosen()) if not experts.layers[i]]
+        return {"mlp_only_layers": dense, "decoder_sparse_step": 1}
 
     def _chosen(self) -> list[int]:
         """The target's layers that the model begins with: spread evenly, with the first and the last."""
@@ -90,10 +108,20 @@ class DraftModel(Method):
 
     def files(self) -> Files:
         config = json.loads(self.network.config.to_json_string(use_diff=False))
-        tensors = {name: tensor.detach().cpu() for name, tensor in self.network.state_dict().items()}
+        tensors = {name: tensor.cpu() for name, tensor in file_tensors(self.network).items()}
         if config.get("tie_word_embeddings", False):
             tensors.pop("lm_head.weight", None)
         return config, tensors
+
+    def start_from(self, folder: Path) -> None:
+        """Files of a model with experts have other tensors than the network."""
+        if not has_experts(self.network):
+            super().start_from(folder)
+            return
+        try:
+            load_weights(self.network, Checkpoint.open(str(folder)))
+        except ModelError as error:
+            raise ConfigError(f"init: {str(folder)!r} is no model of this shape: {error}") from error
 
     def save(self, folder: Path) -> None:
         super().save(folder)

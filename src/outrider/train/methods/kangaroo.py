@@ -29,5 +29,5 @@ class Kangaroo(Method):
         layer = published_exit(spec.layers) if asked is None else asked
         network = Network(self.sizes, spec.vocabulary, check_exit(layer, spec.layers, checkpoint.name))
         self.wanted = (layer,)
-        network.norm.weight.data.copy_(checkpoint.tensors().get("model.norm.weight", spec.hidden))
+        network.norm.weight.data.copy_(checkpoint.last_norm())
         return network

@@ -68,11 +68,15 @@ class Pard(DraftModel):
         config, vocabulary = network.config, network.config.vocab_size
         if getattr(config, "sliding_window", None) is not None:
             raise ConfigError("pard: a model with a sliding window is not trained: give another draft.")
-        self.mask = self.options.mask_token
+        self.mask, key = self.options.mask_token, "mask_token"
+        if self.mask is None and (found := getattr(config, MASK, None)) is not None:
+            self.mask, key = found, f"{MASK} of the draft"
         if self.mask is None:
-            self.mask = getattr(config, MASK, vocabulary - 1)
-        if not 0 <= self.mask < vocabulary:
-            raise ConfigError(f"mask_token {self.mask}: V of the draft is {vocabulary}.")
+            self.mask = vocabulary - 1
+        if type(self.mask) is not int or not 0 <= self.mask < vocabulary:
+            raise ConfigError(
+                f"{key} {self.mask!r}: V of the draft is {vocabulary}; give a mask_token below it."
+            )
         return network
 
     def _adapted(self) -> Any:
