@@ -133,7 +133,7 @@ class TargetWeights:
 
         The caps of other families than the lean decoder's are not known: theirs stay in the lm_head.
         """
-        hidden, cap = model.spec.hidden, model.spec.traits.logit_cap if isinstance(model.spec, Spec) else 0.0
+        hidden, cap = model.spec.hidden, model.spec.variant.logit_cap if isinstance(model.spec, Spec) else 0.0
         unit_vectors = torch.eye(hidden, dtype=model.backend.activations, device=model.device)
         bias = _uncapped(model.head_logits(torch.zeros_like(unit_vectors[:1]))[0], cap).clone()
         lm_head = (_uncapped(model.head_logits(unit_vectors), cap) - bias).T.contiguous()
