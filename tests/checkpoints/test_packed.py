@@ -195,8 +195,8 @@ def test_another_group_size_than_announced_is_named(name: str, make: Any, tmp_pa
     given = {"config_groups": groups_of(4, 16)} if name == "compressed" else {"group_size": 16}
     expected_message = spoil(name, make, tmp_path, lambda tensors: None, **given)
     assert (
-        "q_proj of [64, 64] is not quantized to 4 bits in groups of 16" in expected_message
-        and "(64, 2)" in expected_message
+        "gate_proj of [96, 64] is not quantized to 4 bits in groups of 16" in expected_message
+        and "(96, 2)" in expected_message
     )
 
 
