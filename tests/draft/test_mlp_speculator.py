@@ -172,7 +172,7 @@ def test_a_greedy_tree_keeps_the_likeliest_paths(
 
 def test_the_tree_of_the_checkpoint_config(llm: LLM, tmp_path: Path) -> None:
     drafter = opened(llm, CASES["ibm"], tmp_path, top_k_tokens_per_head="config")
-    assert (drafter.top_k, drafter.candidates, drafter.nodes) == (TOP_K, KEPT, 8)
+    assert (drafter.top_k, drafter.candidates, drafter.nodes) == (TOP_K, KEPT, 7)
     assert opened(llm, CASES["ibm"], tmp_path).top_k == (1, 1, 1)
 
 

@@ -97,7 +97,7 @@ def test_beam_length_counts_the_token_it_begins_with(llm: LLM, learned: str) -> 
     llm.use({"method": "redrafter", "model": learned, "beam_length": 3, "beam_width": 2})
     assert llm.engine.controller.max_depth == 2 and llm.engine.drafter.size(2) == 4
     llm.use({"model": learned, "beam_length": 3, "num_speculative_tokens": 6})
-    assert llm.engine.controller.max_depth == 6 and llm.engine.drafter.size(6) == 8
+    assert llm.engine.controller.max_depth == 6 and llm.engine.drafter.size(6) == 7
     with pytest.raises(ConfigError, match="judges chains"):
         llm.use({"model": learned, "verification": "block"})
     llm.use({"model": learned, "verification": "block", "beam_width": 1})

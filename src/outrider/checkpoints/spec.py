@@ -64,6 +64,11 @@ INNER = whole(1, 1 << 24)
 EXPERT_COUNT = whole(1, MAX_EXPERTS)
 
 
+def families_on(device: str) -> str:
+    """Names of the architectures that the lean decoder runs on a kind of device, for messages."""
+    return ", ".join(FAMILIES if device == "cpu" else ON_EVERY_DEVICE)
+
+
 @dataclass(frozen=True)
 class Facts:
     """Sizes of any model.

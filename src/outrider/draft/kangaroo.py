@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ from outrider.core.step import Batch, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, Draft, Resume
 from outrider.core.validate import Count, Share, is_whole
-from outrider.drafting.base import Drafter, Target
+from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.drafting.trees.builder import LevelBuilder
 from outrider.errors import ConfigError
 from outrider.heads.base import ONE, random_head
@@ -231,6 +231,7 @@ class Kangaroo(Recurrent):
 
     FORMAT = FORMAT
     Options = KangarooOptions
+    tunable: ClassVar = {**DEPTHS, "exit_threshold": (0.3, 0.8)}
     depth = 6
     net: ExitNet
 

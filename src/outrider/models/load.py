@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import FAMILIES, ON_EVERY_DEVICE, Spec
+from outrider.checkpoints.spec import Spec, families_on
 from outrider.errors import ConfigError, ModelError
 from outrider.models.base import Model
 from outrider.models.decoder import Decoder
@@ -47,7 +47,7 @@ def needs_fallback(
     spec, name = checkpoint.spec, checkpoint.spec.architecture
     if isinstance(spec, Spec) and (device.type == "cpu" or not spec.only_on_cpu):
         return False
-    supported = ", ".join(FAMILIES if device.type == "cpu" else ON_EVERY_DEVICE)
+    supported = families_on(device.type)
     if split:
         raise ConfigError(f"gpu_layers is for {supported}; {name} runs on one device: leave it out.")
     if isinstance(spec, Spec):
