@@ -76,33 +76,32 @@ def test_an_array_is_refused_with_the_cure(kind: str, several: bool, speaking: L
         speaking.generate([prompt] if several else prompt)
 
 
-def test_of_an_endless_prompt_only_the_beginning_is_tokenized(
-    speaking: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def tokenized(speaking: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the texts that the tokenizer gets."""
     lengths: list[int] = []
     own = speaking.tokenizer.encode
     monkeypatch.setattr(
         speaking.tokenizer, "encode", lambda text, **k: lengths.append(len(text)) or own(text, **k)
     )
+    return lengths
+
+
+def test_of_an_endless_prompt_only_the_beginning_is_tokenized(speaking: LLM, tokenized: list[int]) -> None:
     with pytest.raises(RequestError, match=r"of 500000 characters has more than the 64 tokens"):
         speaking.generate("x" * 500_000)
     with pytest.raises(RequestError, match=r"characters has more than the 64 tokens"):
         speaking.chat([{"role": "user", "content": "x" * 500_000}])
-    assert lengths == [64 * 64] * 2
+    assert tokenized == [64 * 64] * 2
     (output,) = speaking.generate("x" * 50_000, SamplingParams(truncate_prompt_tokens=8, max_tokens=1))
     assert len(output.prompt_token_ids) == 8
 
 
 def test_of_an_endless_prediction_only_the_beginning_is_tokenized(
-    speaking: LLM, monkeypatch: pytest.MonkeyPatch
+    speaking: LLM, tokenized: list[int]
 ) -> None:
-    lengths: list[int] = []
-    own = speaking.tokenizer.encode
-    monkeypatch.setattr(
-        speaking.tokenizer, "encode", lambda text, **k: lengths.append(len(text)) or own(text, **k)
-    )
     speaking.generate([5, 6], SamplingParams(prediction="x" * 500_000, max_tokens=1))
-    assert lengths == [64 * 64]
+    assert tokenized == [64 * 64]
 
 
 def test_a_bad_word_of_whitespace(speaking: LLM) -> None:

@@ -1,4 +1,4 @@
-"""Training for targets that are not like Llama: mixtures of experts, soft caps of logits, norms from 1."""
+"""Training for targets whose decoder differs from Llama's: experts, soft caps of logits, norms from 1."""
 
 from __future__ import annotations
 

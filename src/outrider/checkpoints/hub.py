@@ -171,12 +171,12 @@ class Checkpoint:
     def grown(self, layers: int, inner: int) -> Checkpoint:
         """The same model at the cost of so many layers and an MLP of size `inner`.
 
-        Raises ConfigError if either is smaller, or if the model is not like Llama.
+        Raises ConfigError if either is smaller, or for a decoder that differs from Llama's.
         """
         if not isinstance(self.spec, Spec):
             raise ConfigError(f"{self.name!r} cannot be grown: the lean decoder does not run it.")
         if self.spec.only_on_cpu:
-            raise ConfigError(f"{self.name!r} cannot be grown: {self.spec.architecture} is not like Llama.")
+            raise ConfigError(f"{self.name!r} cannot be grown: {self.spec.architecture} differs from Llama.")
         config, spec = grown_config(self.config, self.spec, layers, inner)
         return replace(self, config=config, spec=spec, small=self.spec)
 
