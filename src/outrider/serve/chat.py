@@ -24,9 +24,16 @@ from outrider.serve.tool_choice import ToolUse
 
 async def chat_job(server: Server, body: ChatBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
+    id = name_of(body, "chatcmpl-")
+    chat = await chat_of(server, body, id)
+    return Job(server, body, id, "chat.completion", "chat.completion.chunk", [chat.request], chat)
+
+
+async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:
+    """Check and tokenize a request of this id.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
     check_logprobs(body, server.options.max_logprobs)
-    use = ToolUse.of(body.tools, body.tool_choice)
+    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
     if body.chat_template is not None and not server.options.trust_request_chat_template:
@@ -42,7 +49,14 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     if markers is not None and body.continue_final_message:
         markers = markers.within(str(body.messages[-1].get("content")))
     params = params_of(body, server.llm.sampling, use.form, markers, **more)
-    prompt = server.conversation(
+    prompt = conversation_of(server, body, use)
+    (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
+    return Chat(server, body, request, reply_for(server, use, body, request, markers))
+
+
+def conversation_of(server: Server, body: ChatBody, use: ToolUse) -> dict[str, Any]:
+    """The prompt of a request, and what its template is given."""
+    return server.conversation(
         body.messages,
         chat_template=body.chat_template,
         tools=use.tools or None,
@@ -51,10 +65,6 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
         continue_final_message=body.continue_final_message,
         chat_template_kwargs={**of_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})},
     )
-    id = name_of(body, "chatcmpl-")
-    (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    made = Chat(server, body, request, reply_for(server, use, body, request, markers))
-    return Job(server, body, id, "chat.completion", "chat.completion.chunk", [request], made)
 
 
 def of_effort(effort: str | None) -> dict[str, Any]:
@@ -73,7 +83,6 @@ class Reply:
     parser: ToolParser | None
     use: ToolUse = field(default_factory=ToolUse)
     ending: frozenset[str] = frozenset()  # special tokens at the end of a text, which are not part of it
-    parallel: bool = True  # False: only the first call
     markers: ReasoningMarkers | None = None
 
     def read(self, text: str, finish_reason: str | None) -> Parsed:
@@ -89,7 +98,7 @@ class Reply:
         parsed = self._parsed(thought.answer, finish_reason)
         if self.use.limited:
             parsed = parsed.only(self.use.names)
-        calls = parsed.calls if self.parallel else parsed.calls[:1]
+        calls = parsed.calls[:1] if self.use.single else parsed.calls
         return parsed._replace(calls=calls, reasoning=thought.reasoning, start=thought.start)
 
     async def reasoning_tokens(self, server: Server, request: Request, sample: CompletionOutput) -> int:
@@ -132,7 +141,7 @@ def reply_for(
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
     ending = frozenset(token for token in special if token)
     parser = server.tool_parser if use.tools else None
-    return Reply(parser, use, ending, body.parallel_tool_calls is not False, markers)
+    return Reply(parser, use, ending, markers)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from outrider.serve.wire import DIRECT, Left, is_closed
 # routes that need no key and answer in every state; "" is redirected to "/"
 OPEN = ("", "/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json")
 FILES = "/static/"  # of the page at /, which has no data and prompts for the key itself
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 log = logging.getLogger("outrider.serve")
 
 
@@ -73,7 +73,7 @@ class Guard:
                 return
             refusal = api_error(error)
             if not started:
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
 
     def _routed(self, scope: Scope) -> str:
         """The path that the routes see, without `root_path`.
@@ -96,14 +96,19 @@ class Guard:
             self.server.check_room()
 
     def _has_key(self, scope: Scope) -> bool:
-        """Whether the header Authorization has a key as a Bearer token.
+        """Whether the header Authorization has a key as a Bearer token, or x-api-key has one.
 
         Every key is compared, and in constant time.
         """
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, given = header.partition(b" ")
-        right = sum(hmac.compare_digest(given.strip(), key) for key in self.keys) > 0
-        return right and kind.lower() == b"bearer"
+        right = 0
+        for name, value in scope["headers"]:
+            kind, _, given = value.partition(b" ")
+            if name == b"x-api-key":
+                given = value
+            elif name != b"authorization" or kind.lower() != b"bearer":
+                continue
+            right += sum(hmac.compare_digest(given.strip(), key) for key in self.keys)
+        return right > 0
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The body of a request.  Raises ApiError if it is too long or too slow, Left without an end."""

@@ -51,6 +51,8 @@ UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are r
     "id_slot": "leave it out: rows have no fixed places",
     "grammar": "use structured_outputs",
     "json_schema": "use response_format",
+    "mcp_servers": "call their tools in the client",
+    **dict.fromkeys(("container", "compaction", "thread", "fallbacks"), "it is of Anthropic's service"),
     "kv_transfer_params": "prompts are computed by the server itself",
 }
 # fields of which one value is accepted, that which changes nothing -> what to do instead of another one

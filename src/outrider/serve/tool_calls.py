@@ -34,6 +34,7 @@ class ToolCall(NamedTuple):
 class Parsed(NamedTuple):
     """content: text that is no call.  calls_before: calls in front of the content.
 
+    lead: characters of the content in front of the first call, if there is one.
     reasoning: what the model thought before both.  start: of the rest in its text.
     """
 
@@ -42,6 +43,7 @@ class Parsed(NamedTuple):
     calls_before: int = 0
     reasoning: str = ""
     start: int = 0
+    lead: int = 0
 
     def only(self, names: Container[str]) -> Parsed:
         """The same without calls of other functions."""
@@ -92,14 +94,14 @@ class ToolParser:
 
 def _joined(content: str, pieces: Pieces) -> Parsed:
     """Calls, and the content in front of them with the texts behind them."""
-    calls, before = list[ToolCall](), 0
+    calls, before, lead = list[ToolCall](), 0, len(content)
     for piece in pieces:
         if isinstance(piece, ToolCall):
             calls.append(piece)
         elif part := piece.strip():
             before = before if content else len(calls)
             content += f"\n{part}" if content else part
-    return Parsed(content, calls, before)
+    return Parsed(content, calls, before, lead=lead)
 
 
 def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, int]:

@@ -30,7 +30,8 @@ MOST_TRIES = 50  # answers "not ready" that one request may get: a replica that 
 PAUSE = 0.1  # seconds after such an answer
 NOT_COPIED = ("host", "connection", "content-length", "transfer-encoding", "keep-alive", "accept-encoding",
               "te", "date", "server")  # headers of one connection  # fmt: skip
-ENDS = tuple(f"event: response.{status}\n" for status in ("completed", "incomplete", "failed"))
+LAST = ("response.completed", "response.incomplete", "response.failed", "message_stop", "error")
+ENDS = tuple(f"event: {name}\n" for name in LAST)
 log = logging.getLogger("outrider.serve")
 
 
@@ -213,7 +214,7 @@ class Relay:
         except Exception as error:
             if not sent:
                 raise
-            for text in Replay(sent).failure(api_error(error).body()["error"]):
+            for text in Replay(sent).failure(api_error(error)):
                 yield text
 
 
