@@ -82,6 +82,21 @@ def test_a_stream_has_the_reasoning_in_parts_before_the_answer(thinking: Served)
     assert usage.completion_tokens_details.reasoning_tokens > 0
 
 
+def test_a_hidden_reasoning_has_no_log_probabilities(thinking: Served) -> None:
+    def tokens(**more: Any) -> str:
+        (choice,) = thinking.post(CHAT, {**BODY, "logprobs": True, **more}).json()["choices"]
+        return "".join(each["token"] for each in choice["logprobs"]["content"]).removesuffix("<|end|>")
+
+    answer = thinking.post(CHAT, BODY).json()["choices"][0]["message"]["content"]
+    assert "<think>" in tokens() and tokens(include_reasoning=False).strip() == answer
+    body = {**BODY, "logprobs": True, "stream": True, "include_reasoning": False}
+    lines = [line[6:] for line in thinking.post(CHAT, body).text.splitlines() if line.startswith("data: {")]
+    parts = [part["logprobs"] for line in lines for part in json.loads(line)["choices"]]
+    found = [each["token"] for part in parts if part for each in part["content"]]
+    assert "".join(found).removesuffix("<|end|>").strip() == answer
+    assert not tokens(include_reasoning=False, max_tokens=4), "it ends within its reasoning"
+
+
 def test_a_text_that_ends_within_its_reasoning_has_no_answer(thinking: Served) -> None:
     (choice,) = thinking.post(CHAT, {**BODY, "max_tokens": 8}).json()["choices"]
     assert choice["finish_reason"] == "length" and not choice["message"]["content"]

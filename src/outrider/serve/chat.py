@@ -105,14 +105,7 @@ class Reply:
         """Number of the tokens in front of the answer."""
         if not self.markers or not (start := self.read(sample.text, sample.finish_reason).start):
             return 0
-        text = Detokenizer(server.tokenizer, request.params.skip_special_tokens)
-
-        def counted() -> int:
-            for token in sample.token_ids:
-                text.feed(token)
-            return sum(end <= start for end in text.ends)
-
-        return await asyncio.to_thread(counted)  # many tokens take a while
+        return await asyncio.to_thread(tokens_before, start, server, request, sample)  # many take a while
 
     def _parsed(self, text: str, finish_reason: str | None) -> Parsed:
         if self.parser is None:
@@ -122,6 +115,14 @@ class Reply:
         if self.use.required:
             return Parsed("", [each for each in listed(text) if isinstance(each, ToolCall)])
         return self.parser.parse(text, finish_reason is not None, self.use.parameters)
+
+
+def tokens_before(start: int, server: Server, request: Request, sample: CompletionOutput) -> int:
+    """Number of the tokens in front of a place in the text."""
+    text = Detokenizer(server.tokenizer, request.params.skip_special_tokens)
+    for token in sample.token_ids:
+        text.feed(token)
+    return sum(end <= start for end in text.ends)
 
 
 def called(call: ToolCall) -> dict[str, Any]:
@@ -191,7 +192,7 @@ class Chat:
             message["tool_calls"] = [called(call) for call in parsed.calls]
         return {
             "message": message,
-            "logprobs": self._logprobs(sample, 0),
+            "logprobs": self._logprobs(sample, self._shown_from(sample, parsed)),
             "finish_reason": self._reason(sample, parsed.calls),
             "stop_reason": sample.stop_reason,
         }
@@ -211,7 +212,7 @@ class Chat:
             made["tool_calls"] = calls
         if not (made or sample.finish_reason):
             return []
-        logprobs = self._logprobs(sample, sent.tokens)
+        logprobs = self._logprobs(sample, sent.tokens or self._shown_from(sample, parsed))
         sent.characters, sent.reasoning = sent.characters + len(content), len(parsed.reasoning)
         sent.tokens = len(sample.token_ids)
         reason = self._reason(sample, parsed.calls)
@@ -230,6 +231,12 @@ class Chat:
         forced = self.reply.use.name is not None  # OpenAI's servers return "stop" then
         ended = sample.finish_reason == "stop" and any(call.complete for call in calls)
         return "tool_calls" if ended and not forced else sample.finish_reason
+
+    def _shown_from(self, sample: CompletionOutput, parsed: Parsed) -> int:
+        """Index of the first token whose log-probabilities are returned: that behind a hidden reasoning."""
+        if self.body.include_reasoning is not False or sample.logprobs is None or not parsed.start:
+            return 0
+        return tokens_before(parsed.start, self.server, self.request, sample)
 
     def _logprobs(self, sample: CompletionOutput, start: int) -> dict[str, Any] | None:
         if sample.logprobs is None:

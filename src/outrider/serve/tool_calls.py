@@ -60,11 +60,11 @@ Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> JSON schema of 
 class ToolParser:
     """One format.
 
-    marker: where calls begin.  bare: a text that begins with `{` is a call, too.
+    markers: where calls begin.  bare: a text that begins with `{` is a call, too.
     read: text from the first marker on, and the tools -> its calls and other texts.
     """
 
-    marker: str
+    markers: tuple[str, ...]
     read: Callable[[str, Tools], Pieces]
     bare: bool = False
 
@@ -75,7 +75,8 @@ class ToolParser:
         content.  tools: a bare object that calls none of them is content; None: they are not known.
         """
         known = tools or {}
-        text = text if finished else without_beginning(text, self.marker)
+        if not finished:
+            text = min((without_beginning(text, marker) for marker in self.markers), key=len)
         is_bare = self.bare and text.lstrip().startswith("{")
         if is_bare:
             pieces = self.read(text, known)
@@ -83,7 +84,7 @@ class ToolParser:
                 pieces = [piece for piece in pieces if isinstance(piece, str) or piece.name in tools]
             if any(isinstance(piece, ToolCall) for piece in pieces):
                 return _joined("", pieces)
-        start = text.find(self.marker)
+        start = min((at for marker in self.markers if (at := text.find(marker)) >= 0), default=-1)
         if start >= 0:
             found = _joined(text[:start].rstrip(), self.read(text[start:], known))
             return found if found.calls or not finished else Parsed(text, [])
