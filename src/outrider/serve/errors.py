@@ -41,6 +41,24 @@ UNIONS = {  # of fields with several types: pydantic reports the fault of the fi
     "input": "Input should be a text or a list of at least one item",
     "tool_choice": "Input should be a text or an object",
 }
+TEXT = "the server generates text"
+STORED = "nothing is stored between requests"
+PREFIXES = "it is not supported: old pages make room for new ones, and cache_salt keeps a prompt apart"
+OTHER_ROUTES = {  # routes of other servers -> why they are not here, and what to do instead
+    r"(/v\d)?/(score|rerank|embeddings?|classify)|/pooling": f"it is not supported: {TEXT}",
+    r"/v1/(audio|images|realtime|videos)(/.*)?": f"it is not supported: {TEXT}",
+    r"/v1/(batches|files|fine_tuning|threads|assistants|vector_stores)(/.*)?": STORED,
+    r"/v1/messages/batches(/.*)?": STORED,
+    r"/v1/responses/.*": "responses are not stored",
+    r"/(reset_prefix_cache|reset_mm_cache)": PREFIXES,
+    r"/(sleep|wake_up|is_sleeping)": "it is not supported: stop the server to free its memory",
+    r"/server_info|/props": "see /version, /v1/models and /metrics",
+    r"/slots": "see /load and /metrics",
+    r"/tokenizer_info": "/tokenize has the tokens of a text",
+    r"/inference/v1/generate|/infill": "see /v1/completions, which takes token ids, too",
+    r"/api/(generate|chat|tags|show)": "see /v1/chat/completions: this is no server of Ollama's API",
+    r"/(docs|redoc)": "see /openapi.json",
+}
 log = logging.getLogger("outrider.serve")
 
 
@@ -145,7 +163,11 @@ def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:
 
 
 def _other_route(request: Request) -> str:
-    """What to ask instead of a route that there is not: the nearest one, or their list."""
+    """What to ask instead of a route that there is not: a known reason, the nearest one, or their list."""
+    path = request.url.path.removeprefix(str(request.scope.get("root_path", "")))
+    for pattern, reason in OTHER_ROUTES.items():
+        if re.fullmatch(pattern, path):
+            return f"{reason}."
     paths = [str(getattr(route, "path", "")) for route in request.app.routes]
     near = nearest(request.url.path, paths).strip()
     return near.replace("Did", "did") or "see /openapi.json."

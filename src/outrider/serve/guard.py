@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from contextlib import suppress
 from typing import Protocol
 
 from starlette.middleware import Middleware
@@ -14,12 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.serve.errors import ApiError, api_error, not_ready
 from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
-from outrider.serve.wire import DIRECT, Left, is_closed
+from outrider.serve.wire import DIRECT, Left, is_closed, strict_json
 
 # routes that need no key and answer in every state; "" is redirected to "/"
 OPEN = ("", "/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json")
 FILES = "/static/"  # of the page at /, which has no data and prompts for the key itself
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+INVOCATIONS = "/invocations"  # SageMaker's route, whose body may be that of a chat or of completions
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GENERATING = (COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", INVOCATIONS)
 log = logging.getLogger("outrider.serve")
 
 
@@ -62,7 +65,10 @@ class Guard:
             if not public and scope["method"] != "OPTIONS":
                 self._check(scope, path)
             reads = scope["method"] == "POST" and not public
-            receive = _replayed(await self._body(scope, receive) if reads else b"", receive)
+            body = await self._body(scope, receive) if reads else b""
+            if path == INVOCATIONS and reads:
+                scope["path"] = scope["path"].removesuffix(path) + _invoked(body)
+            receive = _replayed(body, receive)
             HEADERS.set({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
             await self.app(scope, receive, noted)
         except Left:
@@ -146,6 +152,15 @@ def middleware(server: Gate) -> list[Middleware]:
         allow_headers=["*"],  # OpenAI's client in a browser sends its version and more
     )
     return [allowed, guard]
+
+
+def _invoked(body: bytes) -> str:
+    """The route that a body of SageMaker's is for."""
+    with suppress(ValueError):
+        given = strict_json(body)
+        if isinstance(given, dict) and "prompt" in given and "messages" not in given:
+            return COMPLETIONS
+    return CHAT
 
 
 def _too_large(most: int) -> ApiError:
