@@ -140,7 +140,7 @@ def test_what_experts_do_not_support_is_refused(tmp_path: Path) -> None:
     family, config = FAMILIES["qwen3-moe"]
     model = tiny_checkpoint(tmp_path, family, **config)
     checkpoint = Checkpoint.open(model)
-    with pytest.raises(ConfigError, match="cannot be grown: .* differs from Llama"):
+    with pytest.raises(ConfigError, match=r"cannot be grown: .* differs from Llama"):
         checkpoint.grown(4, 200)
     with pytest.raises(ConfigError, match="tensor_parallel_size is not supported for Qwen3Moe"):
         LLM(model, tensor_parallel_size=2)
