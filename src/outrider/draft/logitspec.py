@@ -48,7 +48,7 @@ class LastEnds:
         self.count = max(self.count, len(tokens) - 1)
 
     def after(self, before: int | None, token: int) -> tuple[int, int]:
-        """(length, place of what followed) of the last match of a token and that before it; length 0: none."""
+        """(length, place of what followed) of the last match of a token and that before it; 0: none."""
         if before is not None and (end := self.pair.get((before, token))) is not None:
             return 2, end + 1
         end = self.single.get(token)
@@ -56,8 +56,10 @@ class LastEnds:
 
 
 class Candidate(NamedTuple):
-    """A token after node `parent`.  kind: its index in `Acceptance`.  length, place: of the match that goes on
-    behind it; no match if length is 0."""
+    """A token after node `parent`.
+
+    kind: its index in `Acceptance`.  length, place: of the match that goes on behind it; length 0: none.
+    """
 
     parent: int
     depth: int
