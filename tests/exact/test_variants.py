@@ -140,7 +140,7 @@ def test_what_experts_do_not_support_is_refused(tmp_path: Path) -> None:
     family, config = FAMILIES["qwen3-moe"]
     model = tiny_checkpoint(tmp_path, family, **config)
     checkpoint = Checkpoint.open(model)
-    with pytest.raises(ConfigError, match="cannot be grown: .* differs from Llama"):
+    with pytest.raises(ConfigError, match=r"cannot be grown: .* differs from Llama"):
         checkpoint.grown(4, 200)
     with pytest.raises(ConfigError, match="tensor_parallel_size is not supported for Qwen3Moe"):
         LLM(model, tensor_parallel_size=2)
@@ -148,8 +148,8 @@ def test_what_experts_do_not_support_is_refused(tmp_path: Path) -> None:
     assert needs_fallback(checkpoint, device=cuda) and not needs_fallback(checkpoint)
     with pytest.raises(ConfigError, match="is supported on a CPU only: give device='cpu'"):
         needs_fallback(checkpoint, "int4", device=cuda)
-    few = replace(checkpoint, scheme=object())  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="from a quantized checkpoint on a CPU only: give device='cpu'"):
+    few = replace(checkpoint, gguf=object())  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="from a GGUF file on a CPU only: give device='cpu'"):
         needs_fallback(few, device=cuda)
 
 
