@@ -137,6 +137,7 @@ def reasoning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = ["--chat-template", str(template), "--default-chat-template-kwargs", '{"greeting": "Yo"}']
     for name, value in (("temperature", "0"), ("max_new_tokens", "3")):
         flags += [f"--override-generation-config.{name}", value]
+    flags.append("--enable-force-include-usage")
     with forked("builtin", "--speculative-config", "off", "--max-model-len", "256", *flags) as running:
         yield running
 
@@ -158,6 +159,14 @@ def test_the_reasoning_effort_is_given_to_the_template(more: Any, expected: str,
     answer = reasoning.post(CHAT, {**BODIES[CHAT], **more, "return_token_ids": True}).json()
     prompt = reasoning.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
     assert prompt == expected
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_usage_may_be_forced_into_streams(path: str, reasoning: Served, server: Served) -> None:
+    for more in ({}, {"stream_options": {"include_usage": False}}):
+        body = {**BODIES[path], **more, "stream": True}
+        assert '"usage":{"prompt_tokens":' in reasoning.post(path, body).text.split("\n\n")[-3]
+        assert "usage" not in server.post(path, body).text
 
 
 def test_sampling_parameters_that_are_not_given_are_the_servers(reasoning: Served) -> None:

@@ -112,7 +112,8 @@ class Job:
         """
         options = self.body.stream_options or StreamOptions()
         opened = f"data: {dumps(self.head(self.chunk_kind))[:-1]},"
-        began, sent = False, SoFar(opened, {"usage": None} if options.include_usage else {})
+        usage = options.include_usage or self.server.options.enable_force_include_usage
+        began, sent = False, SoFar(opened, {"usage": None} if usage else {})
         try:
             with naming(self.body):
                 # with each draft tree, if these are asked for
