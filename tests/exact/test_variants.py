@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import oss_files
 import pytest
 import torch
 from helpers import answer, check_speculation, text_logits, token_prompts, write_adapter
@@ -35,6 +36,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "num_hidden_layers": 3},
     ),
     "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": KINDS, "num_hidden_layers": 3}),
+    "gpt-oss": ("GptOss", oss_files.CONFIG),
 }
 SAMPLED = SamplingParams(temperature=0.8, seed=4, max_tokens=24, ignore_eos=True)
 
@@ -140,7 +142,7 @@ def test_what_experts_do_not_support_is_refused(tmp_path: Path) -> None:
     family, config = FAMILIES["qwen3-moe"]
     model = tiny_checkpoint(tmp_path, family, **config)
     checkpoint = Checkpoint.open(model)
-    with pytest.raises(ConfigError, match="cannot be grown: .* differs from Llama"):
+    with pytest.raises(ConfigError, match=r"cannot be grown: .* differs from Llama"):
         checkpoint.grown(4, 200)
     with pytest.raises(ConfigError, match="tensor_parallel_size is not supported for Qwen3Moe"):
         LLM(model, tensor_parallel_size=2)

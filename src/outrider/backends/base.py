@@ -48,6 +48,8 @@ class LayerExperts:
     """MLPs of which every row has the `chosen` best by the router's softmax, weighted by it.
 
     normalized: whether the weights of a row's experts are divided by their sum
+    gate_limit: 0 for silu(gate) * up.  Otherwise gate and up are clamped to it, and the product is
+        gate * sigmoid(gate_slope * gate) * (up + 1).
     """
 
     router: Any  # [experts, hidden]
@@ -55,6 +57,8 @@ class LayerExperts:
     down: Sequence[Any]  # [hidden, inner]
     chosen: int
     normalized: bool
+    gate_slope: float = 0.0
+    gate_limit: float = 0.0
 
 
 @dataclass
@@ -68,6 +72,7 @@ class DecoderLayer:
     norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
     rotations: of this layer alone, as in `rope_store`; None for those of the stack
     scale:   factor of attention scores.  cap: their soft cap, or 0.  gelu: GELU (tanh) in place of SiLU
+    sinks:   as in `ScoreModifier`
     """
 
     norm_in: Any  # Tensor
@@ -90,6 +95,7 @@ class DecoderLayer:
     rotations: Tensor | None = None
     cap: float = 0.0
     gelu: bool = False
+    sinks: Tensor | None = None
 
 
 class LayerKV(NamedTuple):

@@ -22,10 +22,10 @@ from outrider.checkpoints.gguf import tokenizer as gguf_tokenizer
 from outrider.checkpoints.gguf.file import GgufFile, find_in_folder
 from outrider.checkpoints.gguf.weights import GgufWeights
 from outrider.checkpoints.grown import INNER, LAYERS, Grown, grown_config
+from outrider.checkpoints.joined_experts import open_source
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.plain_config import plain_config
 from outrider.checkpoints.plain_tokenizer import plain_tokenizer
-from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.spec import SAME_DECODER, Facts, Spec, lean
 from outrider.checkpoints.text_part import has_text_part, text_part
 from outrider.checkpoints.validate import read_json
@@ -241,7 +241,7 @@ class Checkpoint:
             assert isinstance(self.spec, Spec)
             return GgufWeights(self.gguf, self.spec)
         files = open_weights(self.folder)
-        weights: Source = files if self.scheme is None else quantized(files, self.scheme)
+        weights = open_source(files, self.scheme)
         return weights if self.small is None else Grown(weights, self.small)
 
 

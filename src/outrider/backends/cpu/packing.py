@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Packed:
     float32:  [O/64][K][64]
     bfloat16: [O/64][K/2][64][2]
     integers: see linear_int.c
+    levels:   int8 [16], see `QuantizedWeight`
     """
 
     data: Tensor
@@ -35,11 +36,13 @@ class Packed:
     offsets: bool = False
     unit: float = 1.0
     rounds_inputs: bool = False
+    levels: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.data = WEIGHTS.copy(self.data)
         bias = None if self.bias is None else self.bias.data_ptr()
-        form = self.kind, self.group, self.offsets, self.unit, self.rounds_inputs
+        levels = None if self.levels is None else self.levels.data_ptr()
+        form = self.kind, self.group, self.offsets, self.unit, self.rounds_inputs, levels
         self.c = STRUCTS["Weight"](self.data.data_ptr(), bias, *form)
 
 
@@ -56,7 +59,7 @@ def pack(
     bias = None if bias is None else bias.float().contiguous()
     if isinstance(weight, QuantizedWeight):
         if weight.group % 16 == 0:
-            return _integers(weight.regrouped(32 if weight.group % 32 == 0 else 16), bias)
+            return _integers(_supported(weight.regrouped(32 if weight.group % 32 == 0 else 16)), bias)
         weight = weight.dense()  # groups that the vector kernels do not support
     outputs, inputs = weight.shape
     half = dtype == torch.bfloat16
@@ -72,6 +75,13 @@ def pack(
     return Packed(data, bias, inputs, outputs, KINDS[dtype], rounds_inputs=rounds)
 
 
+def _supported(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weight; in 8 bits if it has levels that the kernels do not support."""
+    if not weight.levels or (weight.group == 32 and weight.offsets is None):
+        return weight
+    return replace(weight, bits=8, levels=())
+
+
 def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
     """Pack in the layout of linear_int.c.
 
@@ -80,7 +90,12 @@ def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
     (outputs, inputs), group = weight.values.shape, weight.group
     groups, lines = inputs // group, -(-outputs // WIDE)
     pad = (0, 0, 0, lines * WIDE - outputs)
-    values = torch.nn.functional.pad(weight.values, pad)
+    values, levels = torch.nn.functional.pad(weight.values, pad), None
+    if weight.levels:
+        levels = torch.tensor(weight.levels, dtype=torch.int8)
+        # padded outputs count something else than 0, and are never read
+        values = torch.searchsorted(levels, values).clamp(max=len(levels) - 1).to(torch.int8) - 8
+        levels = torch.nn.functional.pad(levels, (0, 16 - len(levels)))
     if weight.bits == 8:
         unsigned = (values.view(torch.uint8) ^ 128).view(lines, WIDE, groups, group // 4, 4)
         data = unsigned.permute(0, 2, 3, 1, 4).reshape(lines, groups, -1)
@@ -96,4 +111,5 @@ def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
         small = torch.nn.functional.pad(part / unit, pad).half().view(lines, WIDE, groups)
         data = torch.cat([data, small.transpose(1, 2).contiguous().view(torch.uint8)], dim=-1)
     kind = 2 if weight.bits == 8 else 3
-    return Packed(data, bias, inputs, outputs, kind, group, weight.offsets is not None, unit)
+    has_offsets = weight.offsets is not None
+    return Packed(data, bias, inputs, outputs, kind, group, has_offsets, unit, levels=levels)
