@@ -150,8 +150,8 @@ def test_what_experts_do_not_support_is_refused(tmp_path: Path) -> None:
     assert needs_fallback(checkpoint, device=cuda) and not needs_fallback(checkpoint)
     with pytest.raises(ConfigError, match="is supported on a CPU only: give device='cpu'"):
         needs_fallback(checkpoint, "int4", device=cuda)
-    few = replace(checkpoint, scheme=object())  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="from a quantized checkpoint on a CPU only: give device='cpu'"):
+    few = replace(checkpoint, gguf=object())  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="from a GGUF file on a CPU only: give device='cpu'"):
         needs_fallback(few, device=cuda)
 
 
