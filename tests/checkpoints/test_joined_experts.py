@@ -10,7 +10,7 @@ import oss_files
 import pytest
 import torch
 from gguf_files import PROMPTS, logits
-from helpers import check_speculation, decoder_of, weight_bytes
+from helpers import check_speculation, decoder_of, text_logits, weight_bytes
 from kernel_cases import needs_c
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +20,8 @@ from outrider.checkpoints.mxfp4 import unpack
 from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.inspect.card import card_of
+from outrider.models.fallback.model import Fallback
+from outrider.models.placement import Precision
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,15 @@ def test_a_gguf_file_is_the_same_model(folders: tuple[str, str], kind: int, tmp_
     torch.testing.assert_close(logits(file), logits(source), rtol=1e-4, atol=1e-4)
     if kind:
         assert all(a.levels is not None for a in found.layers[1].experts.gate_up)  # type: ignore[union-attr]
+
+
+def test_transformers_own_code_runs_them_expanded(folders: tuple[str, str]) -> None:
+    """As on a GPU."""
+    found = []
+    for folder in folders:
+        model = Fallback(Checkpoint.open(folder), Precision(torch.float32), torch.device("cpu"), 256)
+        found.append(text_logits(model, PROMPTS[0]))
+    assert torch.equal(*found)
 
 
 def test_every_tensor_is_found_under_the_name_of_an_expert(folders: tuple[str, str]) -> None:

@@ -48,8 +48,7 @@ class LayerExperts:
     """MLPs of which every row has the `chosen` best by the router's softmax, weighted by it.
 
     normalized: whether the weights of a row's experts are divided by their sum
-    gate_limit: 0 for silu(gate) * up.  Otherwise gate and up are clamped to it, and the product is
-        gate * sigmoid(gate_slope * gate) * (up + 1).
+    gate_limit: not 0: gate and up are clamped, and gate * sigmoid(gate_slope * gate) * (up + 1) is taken
     """
 
     router: Any  # [experts, hidden]
@@ -67,12 +66,10 @@ class DecoderLayer:
 
     norm_in: None if the caller computes the input of `qkv`
     norm_post, gate_up, down: None in a block without an MLP, which runs with that skipped
-    window:  attention window in tokens, 0 for all keys
     experts: in place of `gate_up` and `down`, which are None then
     norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
     rotations: of this layer alone, as in `rope_store`; None for those of the stack
-    scale:   factor of attention scores.  cap: their soft cap, or 0.  gelu: GELU (tanh) in place of SiLU
-    sinks:   as in `ScoreModifier`
+    window, scale, cap, sinks: as in `Scores` and `ScoreModifier`.  gelu: GELU (tanh) in place of SiLU
     """
 
     norm_in: Any  # Tensor

@@ -15,14 +15,15 @@ A byte of blocks holds two numbers, the first one in its low bits.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from outrider.checkpoints.mxfp4 import BLOCK, METHOD, unpack
+from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
-from outrider.checkpoints.scaled import quantized
+from outrider.checkpoints.scaled import ScaledWeights, quantized
 from outrider.checkpoints.weights import Source, Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
@@ -42,12 +43,16 @@ def has_joined_experts(names: Iterable[str]) -> bool:
 
 def open_source(files: Weights, scheme: Scheme | None) -> Source:
     """The tensors of a checkpoint's files.  Raises ModelError for MXFP4 elsewhere than in such experts."""
-    joined = has_joined_experts(files)
-    if scheme is None or (joined and scheme.method == METHOD):
-        rest: Source = files
-    else:
-        rest = quantized(files, scheme)
-    return JoinedExperts(files, rest) if joined else rest
+    if scheme is not None:
+        return open_quantized(files, scheme)
+    return JoinedExperts(files, files) if has_joined_experts(files) else files
+
+
+def open_quantized(files: Weights, scheme: Scheme) -> PackedWeights | ScaledWeights | JoinedExperts:
+    """The tensors of a checkpoint's files that are quantized so.  Raises as `open_source`."""
+    if not has_joined_experts(files):
+        return quantized(files, scheme)
+    return JoinedExperts(files, files if scheme.method == METHOD else quantized(files, scheme))
 
 
 class JoinedExperts:
@@ -93,10 +98,14 @@ class JoinedExperts:
         joined, rows = _joined(prefix, part), _outputs(part, outputs)
         if joined not in self.layer_of:
             return self._entry(joined, number, inputs, rows).T[ROWS[part]]
+        return self._unpacked(joined, number, rows, inputs, ROWS[part])
+
+    def _unpacked(self, joined: str, number: str, outputs: int, inputs: int, rows: slice) -> QuantizedWeight:
+        """Some outputs of an expert in MXFP4.  outputs: how many there are in the file."""
         groups = inputs // BLOCK if inputs % BLOCK == 0 else -1  # no file has such a shape
-        halves = self._entry(f"{joined}_blocks", number, rows, groups, BLOCK // 2)[ROWS[part]]
-        exponents = self._entry(f"{joined}_scales", number, rows, groups)[ROWS[part]]
-        codes = torch.stack([halves & 15, halves >> 4], dim=-1).view(outputs, inputs)
+        halves = self._entry(f"{joined}_blocks", number, outputs, groups, BLOCK // 2)[rows]
+        exponents = self._entry(f"{joined}_scales", number, outputs, groups)[rows]
+        codes = torch.stack([halves & 15, halves >> 4], dim=-1).view(-1, inputs)
         return unpack(codes.numpy(), exponents)
 
     def _weight(self, joined: str) -> str:
@@ -120,7 +129,21 @@ class JoinedExperts:
             )
         return entry
 
-    # ---- for descriptions of a checkpoint
+    # ---- whole tensors, under the names of the files
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.layer_of
+        yield from (name for name in self.files if not PART.fullmatch(name))
+
+    def raw(self, name: str) -> Tensor:
+        """The tensor; of weights in MXFP4 bfloat16 [E, K, O], which is exact."""
+        if name not in self.layer_of:
+            return self.files.raw(name)
+        experts, outputs, inputs = self.shape(name)
+        dense = torch.empty(experts, inputs, outputs, dtype=torch.bfloat16)
+        for e in range(experts):
+            dense[e] = self._unpacked(name, str(e), outputs, inputs, slice(None)).dense().T
+        return dense
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.layer_of:

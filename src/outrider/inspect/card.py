@@ -19,12 +19,9 @@ from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import builtin
 from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
-from outrider.checkpoints.joined_experts import JoinedExperts, open_source
+from outrider.checkpoints.joined_experts import open_quantized
 from outrider.checkpoints.names import ROUTER
-from outrider.checkpoints.packed import PackedWeights
-from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.quantize import GROUP, bits_of
-from outrider.checkpoints.scaled import ScaledWeights
 from outrider.checkpoints.spec import Spec, largest
 from outrider.checkpoints.weights import SAFE, Weights, open_weights
 from outrider.config import EngineOptions
@@ -217,7 +214,7 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[St
         for name, shape, kind in headers(weights):
             yield Stored(name, count(shape), kind, _is_vector(name, shape))
         return
-    scheme, packed = checkpoint.scheme, _packed(weights, checkpoint.scheme)
+    scheme, packed = checkpoint.scheme, open_quantized(weights, checkpoint.scheme)
     for name in packed.layer_of:
         bits = packed.bits([name])  # None: it is expanded
         few = _few(bits, min(scheme.sizes).group, not scheme.symmetric) if bits else None
@@ -225,12 +222,6 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[St
     for name, shape, kind in headers(weights):
         if name in packed and name not in packed.layer_of:
             yield Stored(name, count(shape), kind, _is_vector(name, shape))
-
-
-def _packed(weights: Weights, scheme: Scheme) -> PackedWeights | ScaledWeights | JoinedExperts:
-    source = open_source(weights, scheme)
-    assert isinstance(source, PackedWeights | ScaledWeights | JoinedExperts)
-    return source
 
 
 def _grown(parts: Iterator[Stored], small: Spec, spec: Spec) -> Iterator[Stored]:
