@@ -20,6 +20,7 @@ from outrider.checkpoints.mxfp4 import unpack
 from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
 from outrider.inspect.card import card_of
+from outrider.models.differentiable import load_weights, new_module
 from outrider.models.fallback.model import Fallback
 from outrider.models.placement import Precision
 
@@ -109,6 +110,20 @@ def test_transformers_own_code_runs_them_expanded(folders: tuple[str, str]) -> N
         model = Fallback(Checkpoint.open(folder), Precision(torch.float32), torch.device("cpu"), 256)
         found.append(text_logits(model, PROMPTS[0]))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("form", ["dense", "mxfp4", "gguf"])
+def test_a_module_for_training_has_the_same_weights(
+    folders: tuple[str, str], form: str, tmp_path: Path
+) -> None:
+    source = folders[form != "dense"]
+    model = oss_files.in_gguf(tmp_path / "m.gguf", source) if form == "gguf" else source
+    checkpoint = Checkpoint.open(model)
+    module, expected = new_module(checkpoint.config), load_file(Path(folders[0]) / "model.safetensors")
+    load_weights(module, checkpoint)
+    found = module.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_every_tensor_is_found_under_the_name_of_an_expert(folders: tuple[str, str]) -> None:
