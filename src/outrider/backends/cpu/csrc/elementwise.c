@@ -1,5 +1,5 @@
-/* RMS norms, gated SiLU and GELU, clamped gates, soft cap, and the input of a draft head.  Threads share rows, or blocks of
- * 64 logits; the order of operations on a row is fixed. */
+/* RMS norms, gated SiLU and GELU, clamped gates, soft cap, and the input of a draft head.  Threads share
+ * rows, or blocks of 64 logits; the order of operations on a row is fixed. */
 #include "elementwise.h"
 #include "blocks.h"
 #include "threads.h"

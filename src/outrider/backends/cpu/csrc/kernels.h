@@ -73,8 +73,8 @@ void add_normed(float *x, float *y, const float *weight, int64_t rows, int64_t w
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y);
 void gelu_mul(const float *x, int64_t rows, int64_t width, float *y);
 
-/* y [rows,width] = g * sigmoid(slope * g) * (u + 1) for x [rows,2*width] = [gate | up], where g is the gate of
- * at most `limit`, and u is up between -limit and limit. */
+/* y [rows,width] = g * sigmoid(slope * g) * (u + 1) for x [rows,2*width] = [gate | up], where g is the gate
+ * of at most `limit`, and u is up between -limit and limit. */
 void clamped_mul(const float *x, int64_t rows, int64_t width, float slope, float limit, float *y);
 
 /* x [rows,width] = cap * tanh(x / cap), and the maximum of every 64 of a row to block_max

@@ -41,8 +41,8 @@ INLINE GroupScales scales_of(const float *x, const int64_t group, const int64_t 
 }
 
 /* `count` <= LANES groups, from group `first` on.  is_bytes: weights go through dot_bytes. */
-INLINE void round_groups(const float *x, const int64_t group, int is_bytes, int64_t first, const int64_t count,
-                         RowPlace to) {
+INLINE void round_groups(const float *x, const int64_t group, int is_bytes, int64_t first,
+                         const int64_t count, RowPlace to) {
     const int64_t block = to.rows * (group + 12);
     const GroupScales scales = scales_of(x, group, count);
     int8_t *at = to.tile + first * block + to.row * group;
