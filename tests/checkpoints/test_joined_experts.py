@@ -54,9 +54,9 @@ def test_numbers_are_those_of_transformers(folders: tuple[str, str]) -> None:
 
 def test_a_scale_may_be_any_power_of_two() -> None:
     exponents = torch.arange(1, 255, dtype=torch.uint8)[:, None]
-    codes = torch.full((254, 32), 2, dtype=torch.uint8).numpy()  # the number 1
+    pairs = torch.full((254, 1, 16), 0x22, dtype=torch.uint8)  # the number 1, twice
     assert torch.equal(
-        unpack(codes, exponents).dense()[:, 7].double(), 2.0 ** (exponents[:, 0].double() - 127)
+        unpack(pairs, exponents).dense()[:, 7].double(), 2.0 ** (exponents[:, 0].double() - 127)
     )
 
 

@@ -103,10 +103,9 @@ class JoinedExperts:
     def _unpacked(self, joined: str, number: str, outputs: int, inputs: int, rows: slice) -> QuantizedWeight:
         """Some outputs of an expert in MXFP4.  outputs: how many there are in the file."""
         groups = inputs // BLOCK if inputs % BLOCK == 0 else -1  # no file has such a shape
-        halves = self._entry(f"{joined}_blocks", number, outputs, groups, BLOCK // 2)[rows]
+        pairs = self._entry(f"{joined}_blocks", number, outputs, groups, BLOCK // 2)[rows]
         exponents = self._entry(f"{joined}_scales", number, outputs, groups)[rows]
-        codes = torch.stack([halves & 15, halves >> 4], dim=-1).view(-1, inputs)
-        return unpack(codes.numpy(), exponents)
+        return unpack(pairs, exponents)
 
     def _weight(self, joined: str) -> str:
         return f"{joined}_blocks" if joined in self.layer_of else joined

@@ -5,8 +5,6 @@ Twice a number is an integer, so that the weights are exact as integers and scal
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,7 +19,13 @@ LEVELS = tuple(sorted({*NUMBERS.tolist()}))
 HALF_BIAS = 128  # of the exponents of scales for twice the numbers
 
 
-def unpack(codes: np.ndarray[Any, Any], exponents: Tensor) -> QuantizedWeight:
-    """The weight [O, K] of numbers in 4 bits, uint8 [O, K], and scales in 8 bits, uint8 [O, K / 32]."""
+BYTES = np.arange(256)
+# the two numbers of every byte, the first one in its low bits, as one element
+PAIRS = np.stack([NUMBERS[BYTES & 15], NUMBERS[BYTES >> 4]], axis=1).view(np.int16)[:, 0]
+
+
+def unpack(pairs: Tensor, exponents: Tensor) -> QuantizedWeight:
+    """The weight [O, K] of numbers, uint8 [O, K / 32, 16], and scales, uint8 [O, K / 32]."""
+    numbers = np.take(PAIRS, pairs.numpy()).view(np.int8).reshape(len(pairs), -1)
     scales = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - HALF_BIAS)
-    return QuantizedWeight(torch.from_numpy(NUMBERS[codes]), scales, None, 4, BLOCK, LEVELS)
+    return QuantizedWeight(torch.from_numpy(numbers), scales, None, 4, BLOCK, LEVELS)

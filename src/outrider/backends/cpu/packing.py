@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,6 +84,15 @@ def _supported(weight: QuantizedWeight) -> QuantizedWeight:
     return replace(weight, bits=8, levels=())
 
 
+def _coded(values: Tensor, levels: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The place of every value among the levels, minus 8, and the levels, int8 [16]."""
+    padded = np.zeros(16, dtype=np.int8)
+    padded[: len(levels)] = levels
+    place_of = np.full(256, -8, dtype=np.int8)  # by the bits of a value; those that are no level are padding
+    place_of[padded[: len(levels)].view(np.uint8)] = np.arange(len(levels)) - 8
+    return torch.from_numpy(np.take(place_of, values.numpy().view(np.uint8))), torch.from_numpy(padded)
+
+
 def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
     """Pack in the layout of linear_int.c.
 
@@ -92,10 +103,7 @@ def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
     pad = (0, 0, 0, lines * WIDE - outputs)
     values, levels = torch.nn.functional.pad(weight.values, pad), None
     if weight.levels:
-        levels = torch.tensor(weight.levels, dtype=torch.int8)
-        # padded outputs count something else than 0, and are never read
-        values = torch.searchsorted(levels, values).clamp(max=len(levels) - 1).to(torch.int8) - 8
-        levels = torch.nn.functional.pad(levels, (0, 16 - len(levels)))
+        values, levels = _coded(values, weight.levels)
     if weight.bits == 8:
         unsigned = (values.view(torch.uint8) ^ 128).view(lines, WIDE, groups, group // 4, 4)
         data = unsigned.permute(0, 2, 3, 1, 4).reshape(lines, groups, -1)
