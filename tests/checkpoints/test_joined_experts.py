@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from kernel_cases import needs_c
 from safetensors.torch import load_file, save_file
 
 from outrider import LLM, ModelError
+from outrider.checkpoints import hub
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.mxfp4 import unpack
 from outrider.config import EngineOptions
@@ -85,6 +88,27 @@ def test_weights_in_mxfp4_stay_in_four_bits(folders: tuple[str, str]) -> None:
     assert card.weight_bytes == pytest.approx(weight_bytes(LLM(packed)), rel=0.15)  # routers are padded to 64
 
 
+@pytest.mark.parametrize("window", [1, 16, 1000])
+def test_windows_of_any_length(window: int, tmp_path: Path) -> None:
+    folder = oss_files.checkpoint(tmp_path, sliding_window=window)
+    torch.testing.assert_close(logits(folder), theirs(folder), rtol=1e-3, atol=1e-3)
+
+
+def test_a_config_as_it_is_published(folders: tuple[str, str], tmp_path: Path) -> None:
+    """With names of older versions of transformers, and keys of other programs."""
+    shutil.copytree(folders[1], tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text())
+    rope = config.pop("rope_parameters")
+    config |= {
+        "rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "experts_per_token": 3,
+        "initial_context_length": 64, "torch_dtype": "float32",
+    }  # fmt: skip
+    file.write_text(json.dumps(config))
+    assert Checkpoint.open(str(tmp_path / "m")).spec == Checkpoint.open(folders[1]).spec
+    assert torch.equal(logits(tmp_path / "m"), logits(folders[1]))
+
+
 def test_speculation_changes_nothing(folders: tuple[str, str]) -> None:
     check_speculation(folders[1], PROMPTS)
 
@@ -124,6 +148,31 @@ def test_a_module_for_training_has_the_same_weights(
     found = module.state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_copies_for_other_programs_are_not_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "original/model.safetensors",
+        "metal/model.bin",
+    ]
+    found: list[str] = []
+
+    def download(repo: str, allow_patterns: list[str], ignore_patterns: list[str], revision: None) -> str:
+        for file in files:
+            wanted, left = (
+                any(fnmatch(file, pattern) for pattern in patterns)
+                for patterns in (allow_patterns, ignore_patterns)
+            )
+            found.extend([file] if wanted and not left else [])
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    hub.download("me/oss")
+    assert found == files[:2]
 
 
 def test_every_tensor_is_found_under_the_name_of_an_expert(folders: tuple[str, str]) -> None:

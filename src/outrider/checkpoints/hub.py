@@ -39,6 +39,7 @@ BUILTIN = {"builtin": "target", "builtin-draft": "draft", GROWN: "target"}
 DOWNLOADED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 PROJECTOR = "*mmproj*"  # GGUF files that read images for a language model
 NOT_DOWNLOADED = ["*optimizer*", "*scheduler.pt", "rng_state*", "training_args*"]  # written by trainers
+COPIES = ["original/*", "metal/*"]  # folders of gpt-oss: the same weights for other programs
 PROCESSOR_TEMPLATE = "chat_template.json"  # of older checkpoints that also read images
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -112,7 +113,7 @@ def _download_gguf(name: str, revision: str | None) -> Path:
 
 def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -> Path:
     """The folder of a hub id in the hub's own cache.  `also`: patterns of files besides those of a model."""
-    return _download(name, revision, [*DOWNLOADED, *also], NOT_DOWNLOADED)
+    return _download(name, revision, [*DOWNLOADED, *also], [*NOT_DOWNLOADED, *COPIES])
 
 
 def _download(name: str, revision: str | None, wanted: list[str], left: list[str]) -> Path:
