@@ -85,8 +85,8 @@ def _check(checkpoint: Checkpoint, bits: int) -> None:
         raise ModelError(f"{checkpoint.name!r} is a GGUF file: give a folder with safetensors.")
     if has_joined_experts(open_weights(checkpoint.folder)):
         raise ModelError(
-            f"the experts of {checkpoint.name!r} ({checkpoint.spec.architecture}) cannot be written: quantize "
-            "it while loading instead (quantization)."
+            f"the experts of {checkpoint.name!r} ({checkpoint.spec.architecture}) cannot be written: give "
+            "quantization while loading instead."
         )
     if checkpoint.small is not None:
         raise ModelError(f"{checkpoint.name!r} has no weights of its own: give 'builtin'.")
