@@ -48,6 +48,7 @@ class LayerExperts:
     """MLPs of which every row has the `chosen` best by the router's softmax, weighted by it.
 
     normalized: whether the weights of a row's experts are divided by their sum
+    gate_limit: not 0: gate and up are clamped, and gate * sigmoid(gate_slope * gate) * (up + 1) is taken
     """
 
     router: Any  # [experts, hidden]
@@ -55,6 +56,8 @@ class LayerExperts:
     down: Sequence[Any]  # [hidden, inner]
     chosen: int
     normalized: bool
+    gate_slope: float = 0.0
+    gate_limit: float = 0.0
 
 
 @dataclass
@@ -63,11 +66,10 @@ class DecoderLayer:
 
     norm_in: None if the caller computes the input of `qkv`
     norm_post, gate_up, down: None in a block without an MLP, which runs with that skipped
-    window:  attention window in tokens, 0 for all keys
     experts: in place of `gate_up` and `down`, which are None then
     norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
     rotations: of this layer alone, as in `rope_store`; None for those of the stack
-    scale:   factor of attention scores.  cap: their soft cap, or 0.  gelu: GELU (tanh) in place of SiLU
+    window, scale, cap, sinks: as in `Scores` and `ScoreModifier`.  gelu: GELU (tanh) in place of SiLU
     """
 
     norm_in: Any  # Tensor
@@ -90,6 +92,7 @@ class DecoderLayer:
     rotations: Tensor | None = None
     cap: float = 0.0
     gelu: bool = False
+    sinks: Tensor | None = None
 
 
 class LayerKV(NamedTuple):

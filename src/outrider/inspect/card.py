@@ -19,9 +19,9 @@ from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import Head, builtin
 from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
+from outrider.checkpoints.joined_experts import open_quantized
 from outrider.checkpoints.names import ROUTER
 from outrider.checkpoints.quantize import GROUP, bits_of
-from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.spec import Spec, largest
 from outrider.checkpoints.weights import SAFE, Weights, open_weights
 from outrider.config import EngineOptions
@@ -218,16 +218,16 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[St
     weights = open_weights(locate(options.model, options.revision))
     if checkpoint is None or checkpoint.scheme is None:
         for name, shape, kind in headers(weights):
-            yield Stored(name, count(shape), kind, len(shape) == 1)
+            yield Stored(name, count(shape), kind, _is_vector(name, shape))
         return
-    scheme, packed = checkpoint.scheme, quantized(weights, checkpoint.scheme)
+    scheme, packed = checkpoint.scheme, open_quantized(weights, checkpoint.scheme)
     for name in packed.layer_of:
         bits = packed.bits([name])  # None: it is expanded
         few = _few(bits, min(scheme.sizes).group, not scheme.symmetric) if bits else None
         yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits or 8} bits", False, few)
     for name, shape, kind in headers(weights):
         if name in packed and name not in packed.layer_of:
-            yield Stored(name, count(shape), kind, len(shape) == 1)
+            yield Stored(name, count(shape), kind, _is_vector(name, shape))
 
 
 def _grown(parts: Iterator[Stored], small: Spec, spec: Spec) -> Iterator[Stored]:
@@ -284,6 +284,11 @@ def headers(weights: Weights) -> Iterator[Header]:
                 part = file.get_slice(weights.name_in_file(name))
                 kind = NAMES.get(part.get_dtype(), part.get_dtype())
                 yield Header(name, tuple(part.get_shape()), kind)
+
+
+def _is_vector(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor stays in float32: a norm or a bias, also one of all experts of a layer."""
+    return len(shape) == 1 or name.endswith("_bias")
 
 
 def count(shape: tuple[int, ...]) -> int:
