@@ -101,7 +101,7 @@ class LayerReader:
         router = self._fused(backend, [(f"{mlp}.gate", experts.count)], self.spec.hidden, None)
         mlps = [self._mlp(backend, f"{mlp}.experts.{e}", experts.inner) for e in range(experts.count)]
         gate_up, down = [gate_up for gate_up, _ in mlps], [down for _, down in mlps]
-        return LayerExperts(router, gate_up, down, experts.chosen, experts.normalized)
+        return backend.pack_experts(LayerExperts(router, gate_up, down, experts.chosen, experts.normalized))
 
     def embedding(self, backend: Backend) -> Weight:
         return self._outer(backend, "model.embed_tokens")
