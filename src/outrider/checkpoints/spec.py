@@ -37,8 +37,8 @@ FAMILIES = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
 }
-# Others run on a CPU only: see Spec.only_on_cpu.
-ON_EVERY_DEVICE = (
+# Others differ in what a block computes: see Spec.like_llama.
+LIKE_LLAMA = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
@@ -62,11 +62,6 @@ WITH_EXPERTS = ("mixtral", "qwen3_moe")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
 EXPERT_COUNT = whole(1, MAX_EXPERTS)
-
-
-def families_on(device: str) -> str:
-    """Names of the architectures that the lean decoder runs on a kind of device, for messages."""
-    return ", ".join(FAMILIES if device == "cpu" else ON_EVERY_DEVICE)
 
 
 @dataclass(frozen=True)
@@ -196,9 +191,9 @@ class Spec(Facts):
     variant: DecoderVariant = DecoderVariant()
 
     @property
-    def only_on_cpu(self) -> bool:
-        """Whether GPUs have no kernels for something in it."""
-        return self.experts is not None or self.variant != DecoderVariant()
+    def like_llama(self) -> bool:
+        """Whether its blocks and ends are Llama's: without experts, and without a `DecoderVariant`."""
+        return self.experts is None and self.variant == DecoderVariant()
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:
