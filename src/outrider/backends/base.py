@@ -52,8 +52,8 @@ class LayerExperts:
     """
 
     router: Any  # [experts, hidden]
-    gate_up: Sequence[Any]  # of every expert, [2 inner, hidden]
-    down: Sequence[Any]  # [hidden, inner]
+    gate_up: Any  # of every expert, [2 inner, hidden]; a list, or as `Backend.pack_experts` has it
+    down: Any  # [hidden, inner]
     chosen: int
     normalized: bool
     gate_slope: float = 0.0
@@ -244,6 +244,9 @@ class Backend(Protocol):
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Weight:
         """Pack [O, K] in the layout of the other operations.  A quantized weight keeps its bits."""
+
+    def pack_experts(self, experts: LayerExperts) -> LayerExperts:
+        """Experts whose weights are packed one by one, in the layout of `run_layers`."""
 
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         """Product x [n, K] -> [n, O].  With `add` [n, O], accumulates into `add` and returns it."""

@@ -176,7 +176,7 @@ class Checkpoint:
         """
         if not isinstance(self.spec, Spec):
             raise ConfigError(f"{self.name!r} cannot be grown: the lean decoder does not run it.")
-        if self.spec.only_on_cpu:
+        if not self.spec.like_llama:
             raise ConfigError(f"{self.name!r} cannot be grown: {self.spec.architecture} differs from Llama.")
         config, spec = grown_config(self.config, self.spec, layers, inner)
         return replace(self, config=config, spec=spec, small=self.spec)

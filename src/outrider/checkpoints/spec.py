@@ -38,14 +38,15 @@ FAMILIES = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
 }
-# Others run on a CPU only: see Spec.only_on_cpu.
-ON_EVERY_DEVICE = (
+# Others differ in what a block computes: see Spec.like_llama.
+LIKE_LLAMA = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "MiMoForCausalLM",
 )
+ONLY_ON_CPU = ("GptOssForCausalLM",)  # see Spec.only_on_cpu
 # whose queries and keys of every head are normalized
 QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
@@ -67,7 +68,7 @@ EXPERT_COUNT = whole(1, MAX_EXPERTS)
 
 def families_on(device: str) -> str:
     """Names of the architectures that the lean decoder runs on a kind of device, for messages."""
-    return ", ".join(FAMILIES if device == "cpu" else ON_EVERY_DEVICE)
+    return ", ".join(name for name in FAMILIES if device == "cpu" or name not in ONLY_ON_CPU)
 
 
 @dataclass(frozen=True)
@@ -206,9 +207,14 @@ class Spec(Facts):
     variant: DecoderVariant = DecoderVariant()
 
     @property
+    def like_llama(self) -> bool:
+        """Whether its blocks and ends are Llama's: without experts, and without a `DecoderVariant`."""
+        return self.experts is None and self.variant == DecoderVariant()
+
+    @property
     def only_on_cpu(self) -> bool:
         """Whether GPUs have no kernels for something in it."""
-        return self.experts is not None or self.variant != DecoderVariant()
+        return self.architecture in ONLY_ON_CPU
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:

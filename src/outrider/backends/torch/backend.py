@@ -111,6 +111,9 @@ class TorchBackend:
         data = weight.to(self.device, self.dtype).contiguous()
         return TorchWeight(data, self._packed(data), bias, weight.shape[1], weight.shape[0])
 
+    def pack_experts(self, experts: LayerExperts) -> LayerExperts:
+        return experts
+
     def _packed(self, data: Tensor) -> Tensor | None:
         if not self.onednn:
             return None
@@ -162,6 +165,10 @@ class TorchBackend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x)
+
+    def add_normed(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x plus the norm of y, in place."""
+        return x.add_(self.rms_norm(y, weight, eps))
 
     def silu_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -227,7 +234,7 @@ class TorchBackend:
             if not skip & 2:
                 seen = self.rms_norm(x, block.norm_post, block.eps) if given is None else given
                 if block.experts is not None:
-                    x = x.add_(self._mixture(seen, block.experts))
+                    x = self.add_mixture(x, seen, block.experts)
                 else:
                     act = self.gelu_mul if block.gelu else self.silu_mul
                     x = self._add(x, linear, "down", act(linear("gate_up", seen)), block.norm_mlp)
@@ -237,7 +244,11 @@ class TorchBackend:
         """x plus a linear, or plus its norm."""
         if norm is None:
             return linear(name, found, add=x)
-        return x.add_(self.rms_norm(linear(name, found), norm, linear.layer.eps))
+        return self.add_normed(x, linear(name, found), norm, linear.layer.eps)
+
+    def add_mixture(self, x: Tensor, u: Tensor, experts: LayerExperts) -> Tensor:
+        """x plus the weighted sum of every row's experts of u, in place."""
+        return x.add_(self._mixture(u, experts))
 
     def _gated(self, x: Tensor, experts: LayerExperts) -> Tensor:
         """What enters `down`.  Row by row where torch computes the last elements of a call in another way."""
