@@ -160,6 +160,16 @@ class Retokenized(ModelDrafter):
             if shadow.row.table is not None:
                 self.cache.close(shadow.row.table)
 
+    def behind(self, row: Row) -> int:
+        shadow = self.shadows.get(row)
+        if shadow is None:  # a new row may share pages with the text of another one
+            return 0 if len(row.tokens) == row.prompt and not row.left_out else row.computed
+        cursor = self.catch_up.cursors.get(shadow.row)
+        lacks = len(shadow.text.ids) - (cursor.filled if cursor else 0)
+        if len(shadow.text.ids) > self.context:
+            return 0
+        return lacks + max(0, row.computed - shadow.text.consumed)
+
     def filled(self, row: Row) -> int:
         """All of the row: the target's pages hold none of this drafter's K/V."""
         return row.computed
