@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+from vocabularies import byte_level, tiny_words, twin
+
 from outrider import LLM, SamplingParams
 from outrider.core.row import Row
-from outrider.core.tree import NO_BUDGET
+from outrider.core.step import Batch
+from outrider.core.tree import NO_BUDGET, Draft
+from outrider.testing import tiny_checkpoint
 
 CHUNK, LATE = 16, 4  # tokens of a step; of a late row before it is drafted for
 PARAMS = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
@@ -71,3 +76,27 @@ def test_rows_beside_one_that_is_far_behind_are_drafted_for(tiny: Path) -> None:
     joining = [step for step in steps if 0 in step and step[0][1]]
     assert len(joining) >= 3 and not any(step[0][0] for step in joining)
     assert all(step.keys() == {0, 1, 2} and step[1][0] and step[2][0] for step in joining)
+
+
+def test_one_with_another_tokenizer_tells_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a controller counts no draft that could not be made."""
+    monkeypatch.setattr("outrider.draft.draft_model.retokenize.CHUNK", 7)
+    target = tiny_checkpoint(tmp_path / "target")
+    other = twin(target, tmp_path / "draft", *tiny_words(), byte_level)
+    config = {"model": other, "vocab_mismatch": "retokenize", "num_speculative_tokens": 3}
+    llm, seen = LLM(target, max_num_seqs=1, speculative_config=config), list[tuple[int, int]]()
+    drafter: Any = llm.engine.drafter
+    propose = drafter.propose
+
+    def proposed(batch: Batch) -> Draft:
+        made: Draft = propose(batch)
+        seen.append((len(made.trees[0].tokens), drafter.behind(batch[0].row)))
+        return made
+
+    monkeypatch.setattr(drafter, "propose", proposed)
+    llm.generate(PROMPTS[0], PARAMS)
+    assert not seen[0][0] and seen[0][1] > 14, "a prompt of many chunks"
+    assert all(bool(lacks) != bool(tokens) for tokens, lacks in seen if tokens or lacks)
+    assert sum(tokens > 0 for tokens, _ in seen) > 4

@@ -311,28 +311,6 @@ def test_rows_that_fall_behind_catch_up(
     check_idle(fast)
 
 
-def test_what_a_shadow_lacks_is_told(
-    llama: str, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A controller counts no draft that could not be made."""
-    monkeypatch.setattr("outrider.draft.draft_model.retokenize.CHUNK", 7)
-    llm, seen = LLM(llama, max_num_seqs=1), list[tuple[int, int]]()
-    llm.use(draft(twins(byte_level), "retokenize"))
-    drafter: Any = llm.engine.drafter
-    propose = drafter.propose
-
-    def proposed(batch: Batch) -> Draft:
-        made: Draft = propose(batch)
-        seen.append((len(made.trees[0].tokens), drafter.behind(batch[0].row)))
-        return made
-
-    monkeypatch.setattr(drafter, "propose", proposed)
-    answer(llm, random_prompts(1, longest=40)[0] * 2, params_of(SAMPLING[0], 1)[0])
-    assert not seen[0][0] and seen[0][1] > 14, "a prompt of many chunks"
-    assert all(bool(lacks) != bool(tokens) for tokens, lacks in seen if tokens or lacks)
-    assert sum(tokens > 0 for tokens, _ in seen) > 4
-
-
 def test_a_page_that_the_drafter_keeps_is_noticed(
     fast: LLM, twins: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
