@@ -66,7 +66,7 @@ class Recycle(TextDrafter):
 
     @dataclass(frozen=True)
     class Options(Checked):
-        """nodes: maximum size of a tree; None means the published 80, or 8 on a CPU, where every node costs
+        """nodes: maximum size of a tree; None means the published 80, or 7 on a CPU, where every node costs
             time.
         min_token_prob: minimum joint probability of a node.
         """

@@ -42,7 +42,7 @@ class Datastore(TextDrafter):
 
         datastore: a file, or "builtin-datastore".
         max_token_span, min_token_span: length of the longest and the shortest match.
-        num_draft: maximum size of a tree; None means REST's 64, or 8 on a CPU, where every node costs time.
+        num_draft: maximum size of a tree; None means REST's 64, or 7 on a CPU, where every node costs time.
         min_token_prob: minimum joint probability of a node.
         """
 
