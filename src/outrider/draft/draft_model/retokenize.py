@@ -156,7 +156,7 @@ class Retokenized(ModelDrafter):
     def forget(self, row: Row, reason: str) -> None:
         shadow = self.shadows.pop(row, None)
         if shadow is not None:
-            self.catch_up.forget(shadow.row)
+            super().forget(shadow.row, reason)
             if shadow.row.table is not None:
                 self.cache.close(shadow.row.table)
 
