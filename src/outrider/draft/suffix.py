@@ -43,7 +43,7 @@ class FinishedTexts:
     """The texts of the last `max_requests` finished requests, in segments of growing size.
 
     A segment goes when all of it is outdated.  unindexed: the newest texts.
-    outputs: the last one behind each end of a prompt.
+    outputs: the last one behind each end of a prompt, unless an earlier one begins with it.
     """
 
     def __init__(self, max_requests: int) -> None:

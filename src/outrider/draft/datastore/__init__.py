@@ -98,7 +98,8 @@ class Datastore(TextDrafter):
 
     def observe(self, commit: Commit) -> None:
         for step in commit.batch:
-            if step.tree.tokens and step.row in self.lengths:
+            # The end of a text cuts a path that was right: its last nodes were not judged.
+            if step.tree.tokens and step.row in self.lengths and step.row.finish_reason is None:
                 self.memory.observe(self.lengths[step.row], step.tree, step.accepted)
 
     def forget(self, row: Row, reason: str) -> None:
