@@ -162,13 +162,14 @@ class Retokenized(ModelDrafter):
 
     def behind(self, row: Row) -> int:
         shadow = self.shadows.get(row)
-        if shadow is None:  # a new row may share pages with the text of another one
-            return 0 if len(row.tokens) == row.prompt and not row.left_out else row.computed
-        cursor = self.catch_up.cursors.get(shadow.row)
-        lacks = len(shadow.text.ids) - (cursor.filled if cursor else 0)
-        if len(shadow.text.ids) > self.context:
-            return 0
-        return lacks + max(0, row.computed - shadow.text.consumed)
+        if shadow is None:  # what a new row shares with others has pages here, too
+            new = len(row.tokens) == row.prompt and row.left_out.isdisjoint(self.sources)
+            return 0 if new else row.computed
+        text, cursor = shadow.text, self.catch_up.cursors.get(shadow.row)
+        if len(text.ids) > self.context:
+            return 0  # it is not drafted for any more
+        filled = cursor.filled if cursor is not None else 0
+        return len(text.ids) - filled + max(0, row.computed - text.consumed)
 
     def filled(self, row: Row) -> int:
         """All of the row: the target's pages hold none of this drafter's K/V."""
