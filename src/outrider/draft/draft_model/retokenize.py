@@ -168,8 +168,9 @@ class Retokenized(ModelDrafter):
         text, cursor = shadow.text, self.catch_up.cursors.get(shadow.row)
         if len(text.ids) > self.context:
             return 0  # it is not drafted for any more
-        filled = cursor.filled if cursor is not None else 0
-        return len(text.ids) - filled + max(0, row.computed - text.consumed)
+        lacks = len(text.ids) - (cursor.filled if cursor is not None else 0)
+        unread = -(-text.consumed * lacks // max(1, len(text.ids)))  # in the target's tokens, rounded up
+        return unread + max(0, row.computed - text.consumed)
 
     def filled(self, row: Row) -> int:
         """All of the row: the target's pages hold none of this drafter's K/V."""
