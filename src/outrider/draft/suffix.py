@@ -43,7 +43,7 @@ class FinishedTexts:
     """The texts of the last `max_requests` finished requests, in segments of growing size.
 
     A segment goes when all of it is outdated.  unindexed: the newest texts.
-    outputs: the last one behind each end of a prompt.
+    outputs: the last one behind each end of a prompt, unless an earlier one begins with it.
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -57,8 +57,10 @@ class FinishedTexts:
         """Add the last tokens of a request, of which the first `prompt` are of its prompt."""
         if not self.max_requests:
             return
-        self.outputs.pop(prompt_end := tuple(tokens[:prompt]), None)
-        self.outputs[prompt_end] = array("i", tokens[prompt:])
+        prompt_end, output = tuple(tokens[:prompt]), array("i", tokens[prompt:])
+        earlier = self.outputs.pop(prompt_end, output)
+        # A request that was aborted, or asked for fewer tokens, has a part of the answer only.
+        self.outputs[prompt_end] = earlier if earlier[: len(output)] == output else output
         if len(self.outputs) > self.max_requests:
             del self.outputs[next(iter(self.outputs))]
         self.unindexed.append(array("i", tokens))
