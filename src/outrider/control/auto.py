@@ -90,11 +90,13 @@ class AutoController(StandingPlans):
         self.began = one_time()
         if self.settles:
             self._follow(batch)
+        elif self.vain:  # the last trial has failed
+            self._take_changed(batch)
         elif self.stale:
             self._look(batch)
         else:
             self._look_at_new(batch)
-        if self.vain:
+        if self.vain and self.load.batch:
             self._begin_rest()
             return [NO_BUDGET] * len(batch)
         self.anchored = self._anchor()
@@ -122,7 +124,7 @@ class AutoController(StandingPlans):
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
         count = len(self.rows)
         depth, need = self.limits.depth_for(count), least_need(self.planner)
-        self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count)
+        self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count, self.clock)
         self.anchored = self.vain = self.due = False
         self.since_plain = 0
         self._charge(self.looked)
@@ -240,6 +242,16 @@ class AutoController(StandingPlans):
             if not self.settles:
                 self._digest()
             self._drop_plans(tried)
+            if tried and not (self.settles or self.plans or ended):
+                self.vain = self._failed(batch)
+
+    def _failed(self, batch: Batch) -> bool:
+        """Whether trials have shown nothing, and no other one is due: a look at all rows would be in vain."""
+        if any(step.accepted for step in batch):
+            return False
+        wait = closed(self.planner)
+        self.planner.wait = min(self.planner.wait, wait)
+        return wait > 0
 
     def settle(self, computes: bool = True) -> None:
         """Take in what is due, and plan, while a device computes the next step with its old plans.

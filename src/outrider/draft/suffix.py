@@ -213,10 +213,9 @@ class Suffix(TextDrafter):
         state = self._state(row)
         if length >= state.graded + RUNS[0]:
             state.graded, own = length, state.index
-            texts = own.find(row.tokens[own.length :], (), ()).of(0)
-            if segments := self._finished(row).segments:
-                texts = [*texts, *own.find((), (), segments).of(0)]
-            state.matched = any(agreed >= min(LONG, self.longest) for agreed, _ in texts)
+            texts = [*self._finished(row).segments, own]
+            places = own.find(row.tokens[own.length :], (), texts).of(0)
+            state.matched = max([agreed for agreed, _ in places], default=0) >= min(LONG, self.longest)
         return state.matched
 
     def _repeat(self, row: Row) -> Repeat:
