@@ -213,9 +213,9 @@ class Suffix(TextDrafter):
         state = self._state(row)
         if length >= state.graded + RUNS[0]:
             state.graded, own = length, state.index
-            texts = [*self._finished(row).segments, own]
-            places = own.find(row.tokens[own.length :], (), texts).of(0)
-            state.matched = max([agreed for agreed, _ in places], default=0) >= min(LONG, self.longest)
+            texts = (own, *self._finished(row).segments)
+            length = own.longest_match(row.tokens[own.length :], texts)
+            state.matched = length >= min(LONG, self.longest)
         return state.matched
 
     def _repeat(self, row: Row) -> Repeat:
