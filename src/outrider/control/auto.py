@@ -119,7 +119,10 @@ class AutoController(StandingPlans):
 
     def _begin_rest(self) -> None:
         """Rest until the next drafter may be considered, for these rows and for new ones."""
-        least = math.ceil(self.look_seconds / (self.load.explore * self.load.decode))
+        self._charge(self.looked)
+        # what drafts that have paid took is no work for a rest to make up for
+        worked = min(self.worked, 2 * self.look_seconds)
+        least = math.ceil(worked / (self.load.explore * self.load.decode))
         new = max(least, wait) if (wait := closed(self.planner)) else 0
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
         count = len(self.rows)
@@ -127,8 +130,7 @@ class AutoController(StandingPlans):
         self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count, self.clock)
         self.anchored = self.vain = self.due = False
         self.since_plain = 0
-        self._charge(self.looked)
-        self.looked = 0.0
+        self.looked = self.worked = 0.0
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
         """Whether a rest goes on in a step in which something has to be looked at."""

@@ -35,7 +35,7 @@ class StandingPlans:
     age, interval: steps since all of them were made, and steps that they hold for.
     room: what may be lost before they are made again.
     look_seconds: moving average of making them and of taking in what led to them.
-    looked, digested: seconds of both, the last time.
+    looked, digested: seconds of both, the last time.  worked: all of them since the last rest began.
     log: steps since the last digest.
     """
 
@@ -48,7 +48,7 @@ class StandingPlans:
         self.load, self.rows = self.planner.load, list[Row]()
         self.stale, self.vain, self.age, self.interval = True, False, 0, 1
         self.room = Room()
-        self.looked = self.digested = self.look_seconds = 0.0
+        self.looked = self.digested = self.look_seconds = self.worked = 0.0
         self.log: list[StepRecord] = []
 
     def _look(self, batch: Batch) -> None:
@@ -127,4 +127,6 @@ class StandingPlans:
 
     def _charge(self, seconds: float) -> None:
         """Enter seconds of the controller's own work.  What an interruption adds is the machine's."""
-        self.evidence.host += min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
+        charged = min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
+        self.evidence.host += charged
+        self.worked += charged

@@ -128,15 +128,17 @@ void runs_find(TextIndex *own, const int32_t *tokens, int64_t count, int64_t num
     release(context);
 }
 
+/* Of the places that `find` returns for the longest n-grams. */
 static int64_t longest_match(const TextIndex *t, const Search *search) {
     uint32_t hashes[SIZES];
     hashes_of(search->end, search->n, t->shift, hashes);
-    int64_t longest = 0, at = *head_of(t, 0, hashes[0]);
-    for (int64_t visited = 0, found = 0; visited < 2 * MAX_PLACES[0] && found < MAX_PLACES[0] && at > t->oldest;
-         visited++) {
+    int64_t longest = 0, left = MAX_PLACES[0], at = *head_of(t, 0, hashes[0]);
+    for (int64_t visited = 0; visited < 2 * MAX_PLACES[0] && left && at > t->oldest; visited++) {
         const int64_t agree = agreeing_tokens(t, at, search);
-        found += agree >= LONGEST;
-        if (agree >= LONGEST && agree > longest) longest = agree;
+        if (agree >= LONGEST) {
+            left--;
+            longest = agree > longest ? agree : longest;
+        }
         at = t->previous[(at - 1) * SIZES];
     }
     return longest;
