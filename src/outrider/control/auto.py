@@ -92,6 +92,8 @@ class AutoController(StandingPlans):
             self._follow(batch)
         elif self.vain:  # the last trial has failed
             self._take_changed(batch)
+        elif rest is not None and rest.promising:
+            self._look_at_promising(batch, rest)
         elif self.stale:
             self._look(batch)
         else:
@@ -141,6 +143,11 @@ class AutoController(StandingPlans):
         rest.settle()
         self.rest, self.load, self.stale, self.cold = None, rest.load, True, True
         return False
+
+    def _look_at_promising(self, batch: Batch, rest: Rest) -> None:
+        """Plan for the rows that have ended a rest; the others are considered when it would have ended."""
+        self._look(batch, [step for step in batch if step.row in rest.promising])
+        self.planner.wait = min(self.planner.wait, max(1, rest.longest - rest.taken))
 
     def _anchor(self) -> bool:
         """Whether a plain step, without prompt tokens, is due to measure its cost again."""

@@ -39,7 +39,8 @@ class Rest:
     clock: returns seconds.
     rows: of the last step.  taken: steps so far.  quiet: steps until one has to be looked at.
     listen_at, settle_at: steps at which all rows are looked at, and the steps so far are taken in.
-    promising: rows that would ask together, since more speaks for their drafts than at the last look.
+    promising: rows that would ask together, since more speaks for their drafts than at the last look; none
+    if a rest is over for another reason.
     Since costs were last taken in:
     decoded: the last step that only decoded; seconds: of each of them; propose: of idle drafters in them.
     beside: tokens that were emitted beside prompts.  records: of steps that tell more.
@@ -58,7 +59,7 @@ class Rest:
     quiet: int = 0
     listen_at: int = LISTEN
     settle_at: int = SETTLE
-    promising: int = 0
+    promising: list[Row] = field(default_factory=list)
     decoded: Batch | None = None
     seconds: list[float] = field(default_factory=list)
     propose: float = 0.0
@@ -77,18 +78,15 @@ class Rest:
 
     def goes_on(self, batch: Batch, look_seconds: float) -> bool:
         """Count any step, unless the rest is over: by its length, other limits, far fewer requests, or
-        because a plan may pay.
+        because a plan for the `promising` rows may pay.
         """
-        rows, joined = len(batch), batch.prefill or len(batch) > self.rows
-        if rows != self.rows:
-            if self.planner.limits.depth_for(rows) != self.depth or relieved(rows, self.crowd):
-                return False
-            self.rows = rows
+        joined = batch.prefill or len(batch) > self.rows
         if joined:
             self.longest = min(self.longest, self.closed)
-        self.taken += 1
-        if self.taken > self.longest:
+        if self._over(len(batch)):
+            self.promising = []
             return False
+        self.taken += 1
         if self.taken >= self.listen_at:
             if self._listen(batch, look_seconds):
                 return False
@@ -99,6 +97,14 @@ class Rest:
         self.quiet = min(self.longest, self.listen_at - 1)
         return True
 
+    def _over(self, rows: int) -> bool:
+        """Whether a rest is over by its length, or by the number of rows."""
+        if rows != self.rows:
+            if self.planner.limits.depth_for(rows) != self.depth or relieved(rows, self.crowd):
+                return True
+            self.rows = rows
+        return self.taken >= self.longest
+
     def _listen(self, batch: Batch, look_seconds: float) -> bool:
         """Take in steps, if it is time, and look at all rows.  Returns whether a plan may pay."""
         if self.taken >= self.settle_at:
@@ -106,12 +112,12 @@ class Rest:
             self.settle()
         began = self.clock()
         rows = [step.row for step in batch if step.emits]
-        found = self.depth > 0 and self._promises(rows, look_seconds, 0)
+        found = self.depth > 0 and self._promises(rows, look_seconds, ())
         pause = math.ceil((self.clock() - began) / (LISTENING * self.load.decode))
         self.listen_at = self.taken + max(LISTEN, min(MOST_LISTEN, pause))
         return found
 
-    def _promises(self, rows: Sequence[Row], look_seconds: float, others: int) -> bool:
+    def _promises(self, rows: Sequence[Row], look_seconds: float, others: Sequence[Row]) -> bool:
         """Whether so much speaks for drafts of rows that did not when the rest began that a plan may pay.
 
         others: further rows that would ask together.
@@ -125,9 +131,10 @@ class Rest:
         promising = [evidence.promising(row) for row in able]  # of all: a grade that falls may rise again
         if any(promising):
             graded = [row for row in able if any(arm.grade(row) for arm in self.planner.arms)]
-            crowd = len(graded) + others
-            self.promising = crowd if any(may_pay(self.planner, row, load, crowd) for row in graded) else 0
-        return self.promising * PROMISED * load.token > look_seconds
+            found = [*graded, *others]
+            pays = any(may_pay(self.planner, row, load, len(found)) for row in graded)
+            self.promising = found if pays else []
+        return len(self.promising) * PROMISED * load.token > look_seconds
 
     def settle(self) -> None:
         """Hand over the steps since costs were last taken in."""

@@ -8,7 +8,7 @@ begins, ends or has tried a drafter, those of the others go on: a large batch ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from outrider.control.cost import OUTLIER
 from outrider.control.evidence import Evidence
@@ -51,15 +51,15 @@ class StandingPlans:
         self.looked = self.digested = self.look_seconds = self.worked = 0.0
         self.log: list[StepRecord] = []
 
-    def _look(self, batch: Batch) -> None:
-        """Plan the next steps of all rows."""
+    def _look(self, batch: Batch, steps: Sequence[RowStep] | None = None) -> None:
+        """Plan the next steps of all rows, or of the rows of these steps: the others stay without drafts."""
         if self.log:
             self._digest()
         began = self.clock()
         self._take_rows(batch)
         self.considered.clear()
         self.evidence.refresh()
-        self.plans = self.planner.plans(batch, self.load)
+        self.plans = self.planner.plans(batch, self.load, steps)
         self._mark_considered(batch)
         self.vain = not self.plans and self.load.batch > 0  # a chunk of a prompt emits nothing
         self.looked, self.stale, self.age = self.clock() - began, False, 0
