@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.control.crowds import relieved
+from outrider.control.evidence import LONGEST_PAUSE
 from outrider.control.plan import Load, StepRecord
 from outrider.control.planner import Planner
 from outrider.control.waits import may_pay
@@ -83,7 +84,7 @@ class Rest:
         joined = batch.prefill or len(batch) > self.rows
         if joined:
             self.longest = min(self.longest, self.closed)
-        if self._over(len(batch)):
+        if self._over(len(batch), look_seconds):
             self.promising = []
             return False
         self.taken += 1
@@ -97,13 +98,28 @@ class Rest:
         self.quiet = min(self.longest, self.listen_at - 1)
         return True
 
-    def _over(self, rows: int) -> bool:
-        """Whether a rest is over by its length, or by the number of rows."""
+    def _over(self, rows: int, look_seconds: float) -> bool:
+        """Whether a rest is over by its length, or by the number of rows.
+
+        It becomes longer where making plans, and a draft, would take more than may be lost, unless drafts of
+        a new row are expected to pay.
+        """
         if rows != self.rows:
             if self.planner.limits.depth_for(rows) != self.depth or relieved(rows, self.crowd):
                 return True
             self.rows = rows
+        if self.taken >= self.longest and self.closed and (lacks := self._lacks(look_seconds)) > 0:
+            self.longest = self.taken + max(1, min(LONGEST_PAUSE, self.planner.accounts.until(lacks)))
         return self.taken >= self.longest
+
+    def _lacks(self, look_seconds: float) -> float:
+        """Seconds missing for plans and then for the shortest draft.
+
+        Plans alone would use up what is earned for drafts.
+        """
+        load, evidence = self.load, self.planner.evidence
+        earned = load.share * load.token * (self.rows * len(self.seconds) + self.beside)
+        return look_seconds + self.need + evidence.host - evidence.ledger.left - earned
 
     def _listen(self, batch: Batch, look_seconds: float) -> bool:
         """Take in steps, if it is time, and look at all rows.  Returns whether a plan may pay."""
@@ -123,9 +139,7 @@ class Rest:
         others: further rows that would ask together.
         """
         load, evidence = self.load, self.planner.evidence
-        earned = load.share * load.token * (self.rows * len(self.seconds) + self.beside)
-        # room for the plan and then for a draft: otherwise plans would use up what is earned for drafts
-        if evidence.ledger.left + earned <= look_seconds + self.need:
+        if self._lacks(look_seconds) >= 0:
             return False
         able = [row for row in rows if row.draft_depth]
         promising = [evidence.promising(row) for row in able]  # of all: a grade that falls may rise again
