@@ -150,7 +150,7 @@ class Evidence:
 
     def _earn(self, spent: float, plain: float, load: Load, tokens: int) -> None:
         """Enter seconds, and those of plain decoding, into the ledger of all requests."""
-        self.ledger.add_steps(spent, plain, load.share)
+        self.ledger.add_steps(spent, plain, load.loss_share)
         self.tail.credit(plain, tokens)
         for trials in self.trials:
             trials.earn(plain, load.decode, load.allowance)

@@ -118,7 +118,7 @@ class Rest:
         Plans alone would use up what is earned for drafts.
         """
         load, evidence = self.load, self.planner.evidence
-        earned = load.share * load.token * (self.rows * len(self.seconds) + self.beside)
+        earned = load.loss_share * load.token * (self.rows * len(self.seconds) + self.beside)
         return look_seconds + self.need + evidence.host - evidence.ledger.left - earned
 
     def _listen(self, batch: Batch, look_seconds: float) -> bool:

@@ -19,8 +19,9 @@ class Room:
     """Seconds that all rows, and each, may lose, as steps use them up.
 
     reserve: those that all may lose by drafts that surely pay, while there is no room
-    expected, shortfall: accepted tokens of the verified nodes, and how many fewer there were, since plans were
-    made.  planned, missing: the same by the plans, which also count drafts that were asked for in vain
+    Since plans were made:
+    expected, shortfall: accepted tokens of the verified nodes, and how many fewer there were.
+    planned, missing: the same by the plans, which also count drafts that were asked for in vain.
     """
 
     of_all: float = 0.0
