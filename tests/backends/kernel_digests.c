@@ -38,7 +38,7 @@ static void *found(const char *library, const char *name) {
     F(set_threads)                                                                                           \
     F(linear) F(linear_with_maxima) F(embed) F(rms_norm) F(silu_mul) F(clamped_mul) F(pair) F(rope_store) F(attend)         \
         F(stack) F(read_model) F(chain) F(pick) F(picks) F(probabilities) F(sample_children) F(verify_trees) \
-            F(add_lora) F(grow) F(keep) F(runs_extend) F(runs_find)
+            F(add_lora) F(grow) F(keep) F(runs_extend) F(runs_find) F(runs_longest)
 #define DECLARE(name) static __typeof__(name) *do_##name;
 KERNELS(DECLARE)
 
@@ -355,6 +355,9 @@ static void check_trees(void) {
     do_runs_extend(&index, given, 150);
     do_runs_find(&index, given + 150, 40, 3, 0, 0, found_rows);
     print("runs", 0, found_rows, 4096 * 4);
+    TextIndex *const texts[] = {&index};
+    const int64_t longest = do_runs_longest(&index, given + 190, 10, texts, 1);
+    print("runs-longest", 0, &longest, sizeof longest);
 }
 
 int main(int count, char **arguments) {
