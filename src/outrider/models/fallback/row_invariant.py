@@ -175,6 +175,8 @@ def convert(model: nn.Module, backend: Backend, dtype: torch.dtype) -> None:
     module: Any  # its attributes change their types
     for module in model.modules():
         for name, weight in list(module._parameters.items()):
+            if isinstance(module, nn.Conv1d):
+                break  # the kernels of recurrent layers take its weight as it is
             if weight is None or weight.dim() not in (2, 3):
                 continue
             if id(weight) not in matrices:
