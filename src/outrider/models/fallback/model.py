@@ -66,11 +66,17 @@ class BodyOutput(MoeModelOutputWithPast):
 
 
 class BodyStub(nn.Module):
-    """Replacement of the body below the head: returns `hidden`, so that the head can be run alone."""
+    """Replacement of the body below the head: returns `hidden`, so that the head can be run alone.
 
-    def __init__(self) -> None:
+    It has the numbers among the body's attributes: Falcon-H1's head reads a factor there.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.hidden = torch.empty(0)
+        for name, value in vars(body).items():
+            if isinstance(value, (int, float)) and not hasattr(self, name):
+                setattr(self, name, value)
 
     @property
     def decoder(self) -> BodyStub:  # OPT's head calls model.decoder
@@ -104,7 +110,7 @@ class Fallback(Model):
         with self._refusing():
             self._record_layers(uses_interface)
             self.modules = layers_of(self.body, self.spec.layers, self.mixers)
-            self.body_stub = BodyStub()
+            self.body_stub = BodyStub(self.body)
             setattr(self.head, body_attribute(self.head), self.body_stub)
             if uses_interface:
                 self._check_logits()
