@@ -7,11 +7,19 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from kernel_cases import c_backend
 from torch import Tensor
 
+from outrider.backends.cpu import backend as cpu
 from outrider.backends.recurrence import Path, Recurrence
+from outrider.backends.torch.recurrence import TorchRecurrence
 
 SLOTS = 7
+BACKENDS = ["torch"] + ["C"] * (cpu.library() is not None)
+
+
+def recurrence_of(name: str) -> Recurrence:
+    return TorchRecurrence() if name == "torch" else c_backend().recurrence
 
 
 def random_path(rng: random.Random, longest: int = 12, most_nodes: int = 8) -> Path:
@@ -28,7 +36,7 @@ def random_path(rng: random.Random, longest: int = 12, most_nodes: int = 8) -> P
         save += [0] * known
         if known and rng.random() < 0.8:
             save[-1] = 1
-        own_rows = [before]
+        own_rows = [before, -1] if rng.random() < 0.2 else [before]  # -1: beside the known tokens
         for _ in range(rng.randint(0 if known else 1, most_nodes)):
             parent.append(rng.choice(own_rows))
             own_rows.append(len(parent) - 1)

@@ -78,7 +78,7 @@ class Recurrence(Protocol):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        activation: Activation | None,
+        activation: Literal["silu"] | None,
         path: Path,
         tails: Tensor,
     ) -> Tensor:

@@ -9,7 +9,7 @@ another way than those before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +124,7 @@ class TorchRecurrence:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        activation: Activation | None,
+        activation: Literal["silu"] | None,
         path: Path,
         tails: Tensor,
     ) -> Tensor:
