@@ -2,21 +2,20 @@
  * whose rows ("lines") do not depend on each other.
  *
  * Computed, for every line s of the state with its value v:
- *   delta rule  s *= decay;  s += key * ((v - sum(s * key)) * rate);  out = sum(s * read)
- *   scan        s *= decay;  s += key * (v * rate);                   out = sum(s * read) + v * skip
- * Order: (group of rows, head) items, shared by threads > segments of a group > blocks of LINES lines > rows.
- * The lines of a block stay in registers from row to row, while the inputs of a segment are in the first cache.
- * A row whose parent is not the row before takes its lines from the slot, or from a copy made after its
- * parent.
- * Exact: the lines after a row follow from the lines before it by a fixed sequence of operations, and are the
- * same in registers and in memory.  Sums run in lanes, in two vectors, then over both, then across the lanes.
+ *   delta rule  added = (v - sum(s * (key * decay))) * rate;  s = s * decay + key * added;  out = sum(s * read)
+ *   scan        added = v * rate;  s = s * decay + key * added;  out = sum(s * read) + v * skip
+ * Order: (group of rows, head) items, shared by threads > segments of a group > blocks of lines > rows > four
+ * lines.  The lines of a block and the inputs of a segment stay in the first cache.  A row writes its lines
+ * over those of the row before, unless these are read again: by another child, or into the slot.
+ * Exact: the lines after a row follow from the lines before it by a fixed sequence of operations, wherever they
+ * are stored.  Sums run in lanes, in two vectors, then over both, then across the lanes.
  */
 #include "forest.h"
 #include "memory.h"
 #include "simd.h"
 #include "threads.h"
 
-enum { LINES = 2, MAX_VECTORS = MAX_STATE_DIM / LANES };
+enum { LINES = 4, BLOCK_LINES = 16 };
 
 /* One call.  width: dim rounded up to whole vectors, zero behind dim. */
 typedef struct {
@@ -31,18 +30,18 @@ typedef struct {
     const Scan *scan;
     const int32_t *order, *sources, *kept_as; /* of the segment */
     int64_t head, rows, is_first, is_last;    /* of its group */
-    float *keys, *reads, *decays;             /* [rows,width] */
+    float *keys, *reads, *decays, *decayed;   /* [rows,width]; decayed: keys times decays */
     float *rates;                             /* [rows] */
     float *carried;                           /* [carried_lines,width]: lines between segments */
-    float *kept;                              /* [most_kept,LINES,width]: lines of the block in progress */
-    float *saved;                             /* [LINES,width]: the same, to be written to the slot */
+    float *kept;                              /* [most_kept,BLOCK_LINES,width]: of the block in progress */
+    float *saved;                             /* [BLOCK_LINES,width]: the same, to be written to the slot */
 } Segment;
 
-static int64_t carried_lines(const Scan *s) { return divide_up(s->layer->values.dim, LINES) * LINES; }
+static int64_t carried_lines(const Scan *s) { return divide_up(s->layer->values.dim, BLOCK_LINES) * BLOCK_LINES; }
 
 static int64_t segment_floats(const Scan *s) {
     const Schedule *plan = &s->schedule;
-    return s->width * (3 * plan->longest + carried_lines(s) + LINES * (plan->most_kept + 1)) + plan->longest;
+    return s->width * (4 * plan->longest + carried_lines(s) + BLOCK_LINES * (plan->most_kept + 1)) + plan->longest;
 }
 
 static Segment place_segment(const Scan *s, float *space) {
@@ -50,12 +49,18 @@ static Segment place_segment(const Scan *s, float *space) {
     g.keys = space;
     g.reads = g.keys + s->schedule.longest * s->width;
     g.decays = g.reads + s->schedule.longest * s->width;
-    g.carried = g.decays + s->schedule.longest * s->width;
+    g.decayed = g.decays + s->schedule.longest * s->width;
+    g.carried = g.decayed + s->schedule.longest * s->width;
     g.kept = g.carried + carried_lines(s) * s->width;
-    g.saved = g.kept + s->schedule.most_kept * LINES * s->width;
-    g.rates = g.saved + LINES * s->width;
+    g.saved = g.kept + s->schedule.most_kept * BLOCK_LINES * s->width;
+    g.rates = g.saved + BLOCK_LINES * s->width;
     return g;
 }
+
+/* Inputs [width] of one row. */
+typedef struct {
+    const float *keys, *reads, *decays;
+} RowOf;
 
 /* ---- inputs of a segment */
 
@@ -96,87 +101,108 @@ static void copy_inputs(const int is_delta, const Segment *g) {
         copy_input(input(&l->reads, row, group), dim, width, is_delta, scale, g->reads + r * width);
         copy_decays(input(&l->decays, row, g->head), l->decays.dim, dim, width, is_delta ? 1.0f : g->rates[r],
                     g->decays + r * width);
+        for (int64_t i = r * width; is_delta && i < (r + 1) * width; i++)
+            g->decayed[i] = g->keys[i] * g->decays[i];
     }
 }
 
 /* ---- lines */
 
-typedef vfloat Lines[LINES][MAX_VECTORS];
-
-INLINE void load_lines(const int64_t vectors, const float *from, Lines s) {
-    for (int l = 0; l < LINES; l++)
-        for (int64_t i = 0; i < vectors; i++) s[l][i] = load(from + (l * vectors + i) * LANES);
-}
-INLINE void store_lines(const int64_t vectors, Lines s, float *to) {
-    for (int l = 0; l < LINES; l++)
-        for (int64_t i = 0; i < vectors; i++) store(to + (l * vectors + i) * LANES, s[l][i]);
-}
-
-/* Lines `line`, ... of a state, the last one repeatedly where there are no more. */
 INLINE float *line_at(const Segment *g, int64_t row, int64_t line) {
     const Recurrent *l = g->scan->layer;
-    const int64_t height = l->values.dim, slot = g->scan->forest->slots[row];
-    return l->states + ((slot * l->values.heads + g->head) * height + min64(line, height - 1)) * l->keys.dim;
+    const int64_t slot = g->scan->forest->slots[row];
+    return l->states + ((slot * l->values.heads + g->head) * l->values.dim + line) * l->keys.dim;
 }
 
-INLINE void load_slot(const int64_t vectors, const Segment *g, int64_t row, int64_t line, Lines s) {
-    const int64_t dim = g->scan->layer->keys.dim;
-    for (int l = 0; l < LINES; l++) {
-        const float *from = line_at(g, row, line + l);
-        for (int64_t i = 0; i < vectors; i++)
-            s[l][i] = g->scan->forest->fresh[row] ? broadcast(0) : load_at(from + i * LANES, dim - i * LANES);
-    }
+/* to [BLOCK_LINES,width] = `count` lines of a slot, then zeros. */
+static void load_slot(const Segment *g, int64_t row, int64_t line, int64_t count, float *to) {
+    const int64_t width = g->scan->width, dim = g->scan->layer->keys.dim;
+    const int fresh = g->scan->forest->fresh[row];
+    if (fresh || dim < width || count < BLOCK_LINES) memset(to, 0, (size_t)(BLOCK_LINES * width) * 4);
+    for (int64_t l = 0; !fresh && l < count; l++)
+        memcpy(to + l * width, line_at(g, row, line + l), (size_t)dim * 4);
 }
 
-/* The lines after one row, and their outputs. */
-INLINE void step(const int is_delta, const int64_t vectors, const Segment *g, int64_t r, const float *values,
-                 Lines s, float *out) {
-    const int64_t at = r * vectors * LANES;
-    const float *keys = g->keys + at, *reads = g->reads + at, *decays = g->decays + at;
-    vfloat sums[LINES][2] = {{{0}}}, added[LINES];
+/* The sums of the lanes of four vectors: within quarters, then over these. */
+INLINE void sum_four(const vfloat *v, float *sums) {
+    typedef float quad __attribute__((vector_size(16), aligned(4)));
+    const vfloat low = SHUFFLE(v[0], v[1], EVEN_IN_QUARTERS) + SHUFFLE(v[0], v[1], ODD_IN_QUARTERS),
+                 high = SHUFFLE(v[2], v[3], EVEN_IN_QUARTERS) + SHUFFLE(v[2], v[3], ODD_IN_QUARTERS),
+                 all = SHUFFLE(low, high, EVEN_IN_QUARTERS) + SHUFFLE(low, high, ODD_IN_QUARTERS);
+    quad q[LANES / 4];
+    memcpy(q, &all, sizeof all);
+    for (int n = LANES / 8; n; n /= 2)
+        for (int i = 0; i < n; i++) q[i] += q[i + n];
+    memcpy(sums, q, sizeof *q);
+}
+
+/* Products [LINES] of lines with the decayed keys: what the state holds for these keys. */
+INLINE void find_values(const int64_t vectors, const float *keys, const float *from, float *found) {
+    vfloat sums[LINES][2] = {{{0}}}, line_sums[LINES];
     for (int64_t i = 0; i < vectors; i++)
-        for (int l = 0; l < LINES; l++) {
-            s[l][i] *= load(decays + i * LANES);
-            if (is_delta) sums[l][i % 2] = multiply_add(s[l][i], load(keys + i * LANES), sums[l][i % 2]);
-        }
-    for (int l = 0; l < LINES; l++) {
-        const float found = is_delta ? sum_lanes(sums[l][0] + sums[l][1]) : 0;
-        added[l] = broadcast((values[l] - found) * g->rates[r]);
-        sums[l][0] = sums[l][1] = broadcast(0);
-    }
-    for (int64_t i = 0; i < vectors; i++)
-        for (int l = 0; l < LINES; l++) {
-            s[l][i] = multiply_add(load(keys + i * LANES), added[l], s[l][i]);
-            sums[l][i % 2] = multiply_add(s[l][i], load(reads + i * LANES), sums[l][i % 2]);
-        }
-    for (int l = 0; l < LINES; l++) out[l] = sum_lanes(sums[l][0] + sums[l][1]);
+        for (int l = 0; l < LINES; l++)
+            sums[l][i % 2] = multiply_add(load(from + (l * vectors + i) * LANES), load(keys + i * LANES),
+                                          sums[l][i % 2]);
+    for (int l = 0; l < LINES; l++) line_sums[l] = sums[l][0] + sums[l][1];
+    sum_four(line_sums, found);
 }
 
-/* The lines `line`, ... through the rows of a segment. */
+/* `to` = LINES lines after a row, from those before it, and their outputs. */
+INLINE void update_lines(const int by_dim, const int64_t vectors, const RowOf *row, const float *from,
+                         const float *added, float *to, float *out) {
+    const vfloat decay = broadcast(row->decays[0]);
+    vfloat sums[LINES][2] = {{{0}}}, line_sums[LINES];
+    for (int l = 0; l < LINES; l++, from += vectors * LANES, to += vectors * LANES) {
+        for (int64_t i = 0; i < vectors; i++) {
+            const vfloat old = load(from + i * LANES) * (by_dim ? load(row->decays + i * LANES) : decay);
+            const vfloat new = multiply_add(load(row->keys + i * LANES), broadcast(added[l]), old);
+            store(to + i * LANES, new);
+            sums[l][i % 2] = multiply_add(new, load(row->reads + i * LANES), sums[l][i % 2]);
+        }
+        line_sums[l] = sums[l][0] + sums[l][1];
+    }
+    sum_four(line_sums, out);
+}
+
+/* The lines `line`, ... through row r of a segment. */
+INLINE void compute_row(const int is_delta, const int by_dim, const int64_t vectors, const Segment *g, int64_t r,
+                        int64_t line, const float *from, float *to) {
+    const RowInputs *v = &g->scan->layer->values;
+    const int64_t count = min64(BLOCK_LINES, v->dim - line), width = vectors * LANES, at = g->order[r];
+    const RowOf row = {g->keys + r * width, g->reads + r * width, g->decays + r * width};
+    float added[BLOCK_LINES] = {0}, found[BLOCK_LINES] = {0}, out[BLOCK_LINES];
+    memcpy(added, input(v, at, g->head) + line, (size_t)count * 4);
+    for (int64_t l = 0; is_delta && l < count; l += LINES)
+        find_values(vectors, g->decayed + r * width, from + l * width, found + l);
+    for (int l = 0; l < BLOCK_LINES; l++) added[l] = (added[l] - found[l]) * g->rates[r];
+    for (int64_t l = 0; l < count; l += LINES)
+        update_lines(by_dim, vectors, &row, from + l * width, added + l, to + l * width, out + l);
+    memcpy(g->scan->layer->out + (at * v->heads + g->head) * v->dim + line, out, (size_t)count * 4);
+}
+
+/* The lines `line`, ... through the rows of a segment.  Each row writes them where its children find them. */
 INLINE void compute_block(const int is_delta, const int64_t vectors, const Segment *g, int64_t line) {
     const Recurrent *layer = g->scan->layer;
-    const int64_t width = vectors * LANES, height = layer->values.dim, count = min64(LINES, height - line);
-    const RowInputs *v = &layer->values;
-    Lines s;
-    int64_t saved_row = -1;
-    load_lines(vectors, g->carried + line * width, s); /* unused in the first segment */
+    const int64_t width = vectors * LANES, count = min64(BLOCK_LINES, layer->values.dim - line);
+    const int by_dim = layer->decays.dim > 1;
+    float *const carried = g->carried + line * width, *before = carried, *saved = 0;
+    int64_t saved_row = 0;
     for (int64_t r = 0; r < g->rows; r++) {
-        const int64_t row = g->order[r], source = g->sources[r];
-        float values[LINES], out[LINES];
-        for (int l = 0; l < LINES; l++) values[l] = input(v, row, g->head)[line + (l < count ? l : 0)];
-        if (source == FROM_SLOT) load_slot(vectors, g, row, line, s);
-        if (source >= 0) load_lines(vectors, g->kept + source * LINES * width, s);
-        step(is_delta, vectors, g, r, values, s, out);
-        memcpy(layer->out + (row * v->heads + g->head) * height + line, out, (size_t)count * 4);
-        if (g->kept_as[r] >= 0) store_lines(vectors, s, g->kept + g->kept_as[r] * LINES * width);
-        if (g->scan->forest->saves[row]) {
-            store_lines(vectors, s, g->saved);
-            saved_row = row;
-        }
+        const int64_t row = g->order[r], is_saved = g->scan->forest->saves[row];
+        float *after = is_saved ? g->saved : carried;
+        if (g->kept_as[r] >= 0) after = g->kept + g->kept_as[r] * BLOCK_LINES * width;
+        if (g->sources[r] == FROM_SLOT) load_slot(g, row, line, count, before = carried);
+        if (g->sources[r] >= 0) before = g->kept + g->sources[r] * BLOCK_LINES * width;
+        if (by_dim)
+            compute_row(is_delta, 1, vectors, g, r, line, before, after);
+        else
+            compute_row(is_delta, 0, vectors, g, r, line, before, after);
+        before = after;
+        if (is_saved) saved = after, saved_row = row;
     }
-    if (!g->is_last) store_lines(vectors, s, g->carried + line * width);
-    for (int64_t l = 0; saved_row >= 0 && l < count; l++)
-        memcpy(line_at(g, saved_row, line + l), g->saved + l * width, (size_t)layer->keys.dim * 4);
+    if (!g->is_last && before != carried) memcpy(carried, before, (size_t)(count * width) * 4);
+    for (int64_t l = 0; saved && l < count; l++)
+        memcpy(line_at(g, saved_row, line + l), saved + l * width, (size_t)layer->keys.dim * 4);
 }
 
 /* out += value * skip. */
@@ -210,7 +236,7 @@ INLINE void compute_items(const int is_delta, const int64_t vectors, const Scan 
             g.is_first = at == first;
             g.is_last = at + g.rows == last;
             copy_inputs(is_delta, &g);
-            for (int64_t line = 0; line < s->layer->values.dim; line += LINES)
+            for (int64_t line = 0; line < s->layer->values.dim; line += BLOCK_LINES)
                 compute_block(is_delta, vectors, &g, line);
             if (!is_delta) add_skips(&g);
         }
