@@ -50,14 +50,12 @@ typedef struct {
     float *y;
 } Gated;
 
-INLINE vfloat silu(vfloat g) { return g / (1.0f + vexp(-g)); }
-
 /* g / 2 * (1 + tanh(u)) is g * sigmoid(2 u), where u = sqrt(2 / pi) * (g + 0.044715 g^3). */
 INLINE vfloat gelu(vfloat g) { return g / (1.0f + vexp(g * (-1.5957691216f - 0.0713548162726f * g * g))); }
 
 /* Lane by lane act(g) * u, the last lanes of a row through zero-padded vectors: no operation depends on its
  * lane. */
-INLINE void gate_rows(const int is_gelu, const Gated *s, int64_t first, int64_t end) {
+INLINE void gated_rows(const int is_gelu, const Gated *s, int64_t first, int64_t end) {
     const int64_t width = s->width;
     for (int64_t r = first; r < end; r++) {
         const float *gate = s->x + r * 2 * width, *up = gate + width;
@@ -75,8 +73,8 @@ INLINE void gate_rows(const int is_gelu, const Gated *s, int64_t first, int64_t 
     }
 }
 
-static void silu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(0, loop, first, end); }
-static void gelu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(1, loop, first, end); }
+static void silu_rows(const void *loop, int64_t first, int64_t end) { gated_rows(0, loop, first, end); }
+static void gelu_rows(const void *loop, int64_t first, int64_t end) { gated_rows(1, loop, first, end); }
 
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y) {
     parallel_for(rows, 4, silu_rows, &(Gated){x, width, y});
