@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outrider.backends.candidates import Candidates
 from outrider.backends.launch import AttentionShape, Call, Launched
+from outrider.backends.recurrence import Recurrence
 from outrider.backends.rules import DistributionOps, TreeVerifier
 from outrider.cache.pool import Pool
 from outrider.core.lora import Adapted, LayerSizes, Runs
@@ -239,6 +240,8 @@ class Backend(Protocol):
     def pick_next(self) -> PickNext | None: ...
     @property
     def top_next(self) -> TopNext | None: ...
+    @property
+    def recurrence(self) -> Recurrence: ...
 
     # ---- linear layers, embeddings and norms
 

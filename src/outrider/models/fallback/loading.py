@@ -53,8 +53,6 @@ def load_model(checkpoint: Checkpoint) -> Any:
     if mismatched := sorted(report["mismatched_keys"]):
         tensor, stored, expected = mismatched[0]
         raise ModelError(f"{tensor} has shape {tuple(stored)}, the config asks for {tuple(expected)}.")
-    if getattr(model, "_is_stateful", False):
-        raise ModelError(f"{name} keeps a recurrent state, which cannot be verified as a tree.")
     return model.eval()
 
 

@@ -53,8 +53,6 @@ typedef struct {
 
 enum { SILU, GELU, CLAMPED };
 
-INLINE vfloat silu(vfloat g) { return g / (1.0f + vexp(-g)); }
-
 /* g / 2 * (1 + tanh(u)) is g * sigmoid(2 u), where u = sqrt(2 / pi) * (g + 0.044715 g^3). */
 INLINE vfloat gelu(vfloat g) { return g / (1.0f + vexp(g * (-1.5957691216f - 0.0713548162726f * g * g))); }
 
