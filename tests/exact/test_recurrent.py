@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
-from outrider.core.block_table import PAGE
 from outrider.core.step import Batch
 from outrider.draft import names
 from outrider.engine import memory
@@ -98,10 +97,10 @@ def test_trees_and_chains_change_no_text(case: Case, temperature: float) -> None
 
 
 def test_preempted_rows_begin_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages for one full request and a little more: rows lose their states, and compute them again."""
+    """Pages for one long row and a little more: rows lose their states, and compute them again."""
     params = sampling(0.8)
     expected = case.expected(prompts(), params)
-    monkeypatch.setattr(memory, "plan_pages", lambda *given: POSITIONS // PAGE + 1)
+    monkeypatch.setattr(memory, "plan_pages", lambda *given: 5)
     case.llm.use(case.script("hidden"))
     assert texts(case.llm, prompts(), params) == expected
     assert case.llm.engine.scheduler.preemptions
@@ -203,7 +202,7 @@ def test_a_hybrid_is_no_draft_model(case: Case) -> None:
     with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
         case.llm.use({"method": "draft_model", "model": case.folder})
     with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
-        case.llm.use({"method": "draft_model", "model": "self"})
+        case.llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 16})
 
 
 def test_skipping_layers_is_refused(case: Case) -> None:
