@@ -1,4 +1,4 @@
-"""Hybrid models: text with draft trees, replays, preemption and chunks is that of plain decoding, bit for bit."""
+"""Hybrid models: text with draft trees, replays, preemption and chunks is that of plain decoding."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_a_row_is_the_same_in_a_chunk_and_in_a_tree(pair: tuple[Any, Fallback]) 
 @needs_c
 @torch.inference_mode()
 def test_accepted_nodes_are_replayed(pair: tuple[Any, Fallback]) -> None:
-    """A tree of six nodes; the path 1, 3, 5 is accepted, and the token after it has the logits of the text."""
+    """A tree of six nodes, whose path 1, 3, 5 is accepted: then the logits of the text follow."""
     ours, text = pair[1], prompts()[-1]
     plain, pool = ours.pool(256), ours.pool(256)
     chain(ours, plain, 0, text[:10])

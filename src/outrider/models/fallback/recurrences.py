@@ -1,7 +1,7 @@
 """transformers' functions for convolutions and recurrences, on the kernels of a backend.
 
-Each takes the arguments of the function that it replaces, for one sequence: [1, …].  The rows of that sequence
-are those of the step, whose order and parents are in the path of the call.
+Each takes the arguments of the function that it replaces, for one sequence: [1, …].  The rows of that
+sequence are those of the step, whose parents are in the path of the call.
 """
 
 from __future__ import annotations
