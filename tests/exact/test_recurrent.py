@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,15 @@ from outrider.engine import memory
 from outrider.engine.runner import Runner
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.fallback import recurrent
-from outrider.testing import KnownTexts, Scripts, check_idle, run_staggered, use_example, visible_parts
+from outrider.testing import (
+    EngineDriver,
+    KnownTexts,
+    Scripts,
+    check_idle,
+    run_staggered,
+    use_example,
+    visible_parts,
+)
 
 CASES = ("qwen3.5", "granite-hybrid-rope", "lfm2")
 POSITIONS, CHUNK, NEW = 96, 20, 20
@@ -146,6 +156,37 @@ def test_methods_change_no_text(case: Case, method: str) -> None:
         use_example(case.llm, method)
     for _ in range(2):  # the second time with what the first has taught
         assert texts(case.llm, prompts(), params) == expected
+
+
+def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seventh forward is interrupted: all rows lose their states."""
+    given, params = prompts((6, 9, 12)), [replace(p, max_tokens=8) for p in sampling(0.8, 3)]
+    case.expected(given, params)
+    expected = [visible_parts(answer(case.llm, prompt, p).outputs) for prompt, p in zip(given, params)]
+    case.llm.use(case.script("hidden"))
+    engine, calls = case.llm.engine, itertools.count(1)
+    forward = engine.decoder.forward
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        result = forward(*args, **named)
+        if next(calls) % 7 == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(engine.decoder, "forward", interrupted)
+    driver = EngineDriver(case.llm)
+    requests = [driver.make_request(prompt, p) for prompt, p in zip(given, params)]
+    tickets = [case.llm.loop.submit(request.rows) for request in requests]
+    interrupts = 0
+    while not all(ticket.finished for ticket in tickets):
+        try:
+            case.llm.loop.run_until(lambda: all(ticket.finished for ticket in tickets))
+        except KeyboardInterrupt:
+            interrupts += 1
+            engine.check()
+    assert interrupts
+    assert [visible_parts(request.output().outputs) for request in requests] == expected
+    check_idle(case.llm)
 
 
 # ---- the tests above can fail

@@ -26,7 +26,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     """
     name: str = checkpoint.spec.architecture
     loader: Any = AutoModelForCausalLM
-    with _quiet():
+    with quiet():
         check_sizes(checkpoint)
         try:
             model, report = loader.from_pretrained(
@@ -65,8 +65,11 @@ def _has_files(checkpoint: Checkpoint) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Switch off transformers' progress bars and load reports; missing tensors are raised instead."""
+def quiet() -> Iterator[None]:
+    """Switch off transformers' progress bars, its load reports and its hints to install kernels.
+
+    Missing tensors are raised instead.
+    """
     log: Any = transformers_logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
