@@ -1,9 +1,11 @@
-"""Hybrid models: text with draft trees, replays, preemption and chunks is that of plain decoding, bit for bit."""
+"""Hybrid models: text with draft trees, replays, preemption and chunks is that of plain decoding."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
-from outrider.core.block_table import PAGE
 from outrider.core.step import Batch
 from outrider.draft import names
 from outrider.engine import memory
 from outrider.engine.runner import Runner
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.fallback import recurrent
-from outrider.testing import KnownTexts, Scripts, check_idle, run_staggered, use_example, visible_parts
+from outrider.testing import (
+    EngineDriver,
+    KnownTexts,
+    Scripts,
+    check_idle,
+    run_staggered,
+    use_example,
+    visible_parts,
+)
 
 CASES = ("qwen3.5", "granite-hybrid-rope", "lfm2")
 POSITIONS, CHUNK, NEW = 96, 20, 20
@@ -98,10 +107,10 @@ def test_trees_and_chains_change_no_text(case: Case, temperature: float) -> None
 
 
 def test_preempted_rows_begin_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages for one full request and a little more: rows lose their states, and compute them again."""
+    """Pages for one long row and a little more: rows lose their states, and compute them again."""
     params = sampling(0.8)
     expected = case.expected(prompts(), params)
-    monkeypatch.setattr(memory, "plan_pages", lambda *given: POSITIONS // PAGE + 1)
+    monkeypatch.setattr(memory, "plan_pages", lambda *given: 5)
     case.llm.use(case.script("hidden"))
     assert texts(case.llm, prompts(), params) == expected
     assert case.llm.engine.scheduler.preemptions
@@ -147,6 +156,37 @@ def test_methods_change_no_text(case: Case, method: str) -> None:
         use_example(case.llm, method)
     for _ in range(2):  # the second time with what the first has taught
         assert texts(case.llm, prompts(), params) == expected
+
+
+def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seventh forward is interrupted: all rows lose their states."""
+    given, params = prompts((6, 9, 12)), [replace(p, max_tokens=8) for p in sampling(0.8, 3)]
+    case.expected(given, params)
+    expected = [visible_parts(answer(case.llm, prompt, p).outputs) for prompt, p in zip(given, params)]
+    case.llm.use(case.script("hidden"))
+    engine, calls = case.llm.engine, itertools.count(1)
+    forward = engine.decoder.forward
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        result = forward(*args, **named)
+        if next(calls) % 7 == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(engine.decoder, "forward", interrupted)
+    driver = EngineDriver(case.llm)
+    requests = [driver.make_request(prompt, p) for prompt, p in zip(given, params)]
+    tickets = [case.llm.loop.submit(request.rows) for request in requests]
+    interrupts = 0
+    while not all(ticket.finished for ticket in tickets):
+        try:
+            case.llm.loop.run_until(lambda: all(ticket.finished for ticket in tickets))
+        except KeyboardInterrupt:
+            interrupts += 1
+            engine.check()
+    assert interrupts
+    assert [visible_parts(request.output().outputs) for request in requests] == expected
+    check_idle(case.llm)
 
 
 # ---- the tests above can fail
@@ -203,7 +243,7 @@ def test_a_hybrid_is_no_draft_model(case: Case) -> None:
     with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
         case.llm.use({"method": "draft_model", "model": case.folder})
     with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
-        case.llm.use({"method": "draft_model", "model": "self"})
+        case.llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 16})
 
 
 def test_skipping_layers_is_refused(case: Case) -> None:

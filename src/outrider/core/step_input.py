@@ -73,8 +73,8 @@ class StepInput:
     device_paths:                       int32 [N, max_path_len] or None: slots, as `path_slots`, that only a
                                         device knows; then every row has a path of that length
     logits_rows:                        [M], ascending: rows whose logits are computed
-    recurrent:                          for recurrent layers.  None: the states of request r are in slot r, and
-                                        rows with a path are draft nodes
+    recurrent:                          for recurrent layers.  None: the states of request r are in slot r,
+                                        and draft nodes are the rows with a path
 
     Rows are added to lists, from which `build` makes `columns` and `path_slots`.  These are `array` objects:
     with cold CPU caches after a forward, a numpy or torch call takes tens of microseconds.  `on` creates the

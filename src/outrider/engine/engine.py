@@ -276,6 +276,8 @@ class Engine:
         """Queue a row."""
         if self.learner is None:  # it lets torch use fewer threads for a while
             adopt_threads()
+        if self.cache.states:
+            row.source = None  # every row computes the whole prompt
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:

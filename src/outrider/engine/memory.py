@@ -80,8 +80,8 @@ def plan_pages(
     if pages < minimum:
         beside = f" beside {recurrent:,} bytes of recurrent states" if recurrent else ""
         raise CapacityError(
-            f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens{beside}, one request of max_model_len "
-            f"{max_len} needs {minimum * PAGE} ({minimum * PAGE * size:,} bytes): "
+            f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens{beside}, one request of "
+            f"max_model_len {max_len} needs {minimum * PAGE} ({minimum * PAGE * size:,} bytes): "
             "raise kv_cache_memory_bytes or lower max_model_len."
         )
     return pages
@@ -97,16 +97,17 @@ def plan_states(each: Counter[torch.device], options: EngineOptions) -> int:
     limit, share = options.kv_cache_memory_bytes, options.gpu_memory_utilization
     slots = options.max_num_seqs
     for device, size in each.items():
-        slots = min(slots, (limit or free_memory(device, share)) // 2 // size)
+        slots = max(1, min(slots, (limit or free_memory(device, share)) // 2 // size))
     if slots < options.max_num_seqs:
+        about = slots, options.max_num_seqs, f"{each.total():,}"
         log.warning(
-            "the K/V memory has room for the recurrent states of %d requests at once, %s bytes each: "
-            "max_num_seqs is %d instead of %d",
-            max(1, slots), f"{each.total():,}", max(1, slots), options.max_num_seqs,
-        )  # fmt: skip
+            "%d requests run at once, not %d: recurrent states take %s bytes for each, and those of all may "
+            "take half of the K/V memory",
+            *about,
+        )
     if options.enable_prefix_caching:
         log.info("prompts share no K/V: this model has recurrent layers, whose states are not kept by page")
-    return max(1, slots)
+    return slots
 
 
 def _check_limit(

@@ -189,7 +189,7 @@ class Runner:
             first += len(step.tree.tokens)
 
     def _replays(self) -> RecurrentRows | None:
-        """The record for recurrent layers, with the replays of rows that still run; None without such layers."""
+        """The record for recurrent layers, with the replays of rows that run; None without such layers."""
         if self.pool.states is None:
             return None
         # of all rows, also of those that the step leaves out: its forward keeps other inputs

@@ -301,8 +301,8 @@ class Scheduler:
 
         Returns False, without effect, if its tokens do not fit.
         """
-        source = self._source(row)
-        if source is not None and source.computed < row.prompt:
+        source = row.source
+        if source is not None and source.table is not None and source.computed < row.prompt:
             return False  # its prompt is being computed right now
         if row.lora is not None and not self._adapt(row, row.lora):
             return row.error is not None
@@ -317,18 +317,12 @@ class Scheduler:
             self.prefix_hits += row.computed
         return True
 
-    def _source(self, row: Row) -> Row | None:
-        """The running sample whose prompt, and its pages, a row shares."""
-        source = row.source
-        shares = source is not None and source.table is not None and not self.cache.states
-        return source if shares else None
-
     def _reuse_pages(self, row: Row, table: BlockTable) -> bool:
         """Share pages with the sample that has the same prompt, or with an indexed prefix; set `computed`.
 
         Returns False if there is no free page for a copy.
         """
-        source, fits = self._source(row), True
+        source, fits = row.source, True
         if source is not None and source.table is not None:
             row.computed = min(row.prompt - 1, self.hooks.filled(source))
             fits = self.cache.fork(source.table, table, row.computed)

@@ -98,7 +98,10 @@ def _has_files(checkpoint: Checkpoint) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Switch off transformers' progress bars and load reports; missing tensors are raised instead."""
+    """Switch off transformers' progress bars, its load reports and its hints to install kernels.
+
+    Missing tensors are raised instead.
+    """
     log: Any = transformers_logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

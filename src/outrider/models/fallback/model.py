@@ -48,7 +48,7 @@ from outrider.models.fallback.attention import (
     unify,
 )
 from outrider.models.fallback.layers import FamilyLayers
-from outrider.models.fallback.loading import body_attribute, body_of, load_model
+from outrider.models.fallback.loading import body_attribute, body_of, load_model, quiet
 from outrider.models.fallback.recurrent import Recurrences, RecurrentCall
 from outrider.models.fallback.taps import layers_of, tapping
 from outrider.models.placement import Precision
@@ -108,7 +108,7 @@ class Fallback(Model):
             name = self.spec.architecture
             raise ModelError(f"{name} keeps a recurrent state of an unknown kind, which is not supported.")
         row_invariant.convert(self.head, self.backend, dtype)
-        with self._refusing():
+        with self._refusing(), quiet():
             self._record_layers(uses_interface)
             self.modules = layers_of(self.body, self.spec.layers, self.mixers)
             self.body_stub = BodyStub(self.body)

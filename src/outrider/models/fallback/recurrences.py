@@ -1,22 +1,22 @@
 """transformers' functions for convolutions and recurrences, on the kernels of a backend.
 
-Each takes the arguments of the function that it replaces, for one sequence: [1, …].  The rows of that sequence
-are those of the step, whose order and parents are in the path of the call.
+Each takes the arguments of the function that it replaces, for one sequence: [1, …].  The rows of that
+sequence are those of the step, whose parents are in the path of the call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from outrider.backends.recurrence import Activation, Path
+from outrider.backends.recurrence import Path
 from outrider.errors import ModelError
 from outrider.models.fallback.recurrent import RecurrentCall
 
-ACTIVATIONS: dict[str | None, Activation | None] = {None: None, "silu": "silu", "swish": "silu"}
+ACTIVATIONS: dict[str | None, Literal["silu"] | None] = {None: None, "silu": "silu", "swish": "silu"}
 
 
 def short_conv(

@@ -98,7 +98,7 @@ class Recurrences:
 
 
 class RecurrentCall:
-    """The recurrences of one forward.  Without a pool it is a dry run: states are temporary, shapes recorded."""
+    """The recurrences of one forward.  Without a pool it is a dry run, which records the shapes of states."""
 
     def __init__(
         self, kernels: Recurrence, step_input: StepInput, model: Recurrences, pool: StatePool | None
