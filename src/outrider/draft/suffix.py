@@ -215,10 +215,9 @@ class Suffix(TextDrafter):
         state = self._state(row)
         if length >= state.graded + RUNS[0]:
             state.graded, own = length, state.index
-            texts = own.find(row.tokens[own.length :], (), ()).of(0)
-            if segments := self._finished(row).segments:
-                texts = [*texts, *own.find((), (), segments).of(0)]
-            state.matched = any(agreed >= min(LONG, self.longest) for agreed, _ in texts)
+            texts = (own, *self._finished(row).segments)
+            length = own.longest_match(row.tokens[own.length :], texts)
+            state.matched = length >= min(LONG, self.longest)
         return state.matched
 
     def _repeat(self, row: Row) -> Repeat:
