@@ -26,7 +26,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 from outrider.backends.recurrence import Path
 from outrider.backends.torch.recurrence import TorchRecurrence
 
-KINDS = ["conv", "conv without bias", "delta", "delta by dimension", "scan", "scan by dimension"]
+KINDS = ["conv", "conv without bias", "delta", "delta by dimension", "scan", "scan by dimension", "channels"]
 
 
 def case_of(kind: str, rows: int, rng: random.Random) -> Case:
@@ -35,6 +35,8 @@ def case_of(kind: str, rows: int, rng: random.Random) -> Case:
     if kind.startswith("conv"):
         taps = rng.choice([2, 3, 4, 4, 5])
         return conv_case(rows, rng.choice([1, 16, 37, 130]), taps, kind == "conv", rng.random() < 0.7, dtype)
+    if kind == "channels":  # Mamba's: heads of one dimension, and more than a slice of them
+        return scan_case(rows, rng.choice([3, 40, 300]), 1, (1, rng.choice([5, 16])), True, dtype)
     groups, repeats, by_dim = rng.randint(1, 3), rng.randint(1, 3), "by dimension" in kind
     sizes = rng.choice([(16, 8), (20, 13), (64, 64), (128, 128), (96, 21), (5, 1)])
     if kind.startswith("delta"):
