@@ -26,6 +26,7 @@ from outrider.testing import (
     EngineDriver,
     KnownTexts,
     Scripts,
+    bare_checkpoint,
     check_idle,
     run_staggered,
     use_example,
@@ -234,6 +235,13 @@ def test_a_broken_engine_is_noticed(
     assert texts(case.llm, prompts(), params) == expected
     spoil(monkeypatch)
     assert texts(case.llm, prompts(), params) != expected
+
+
+def test_a_draft_model_with_attention_drafts_for_a_hybrid(case: Case, tmp_path: Path) -> None:
+    draft, params = bare_checkpoint(tmp_path, "Llama", seed=3), sampling(0.8)
+    expected = case.expected(prompts(), params)
+    case.llm.use({"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4, "siblings": 2})
+    assert texts(case.llm, prompts(), params) == expected
 
 
 # ---- what is refused
