@@ -358,7 +358,8 @@ static void check_recurrences(void) {
     const Forest forest = {ROWS, parents, slots, saves, fresh};
     for (int dim = 16; dim <= 128; dim *= 2) {
         float *states = floats(3 * SLOT, 1), *out = space(ROWS * 2 * HEIGHT * 4);
-        const RowInputs keys = {floats(ROWS * dim, 1), dim, 1, dim}, reads = {floats(ROWS * dim, 1), dim, 1, dim},
+        const RowInputs keys = {floats(ROWS * dim, 1), dim, 1, dim},
+                        reads = {floats(ROWS * dim, 1), dim, 1, dim},
                         values = {floats(ROWS * 2 * HEIGHT, 1), 2 * HEIGHT, 2, HEIGHT},
                         decays = {floats(ROWS * 2 * dim, 1), 2 * dim, 2, dim}, decay = {decays.data, 2, 2, 1},
                         rates = {floats(ROWS * 2, 1), 2, 2, 1};

@@ -1,4 +1,4 @@
-"""ctypes bindings made from the headers of entry points: a struct class for a typedef, a signature for a prototype.
+"""ctypes bindings made from headers: a struct class for a typedef, a signature for a prototype.
 
 A pointer to a struct takes an instance, an array or None.  Every other pointer takes an address or None.
 """

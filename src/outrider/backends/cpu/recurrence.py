@@ -109,8 +109,9 @@ class CpuRecurrence:
         (_, heads, height, dim), key_heads = states.shape, inputs[0].shape[1]
         if not 1 <= dim <= MAX_STATE_DIM or height < 1 or key_heads < 1 or heads % key_heads:
             raise ValueError(
-                f"{heads} heads of {height} dimensions, {key_heads} of keys and states of {dim} dimensions: the "
-                f"heads must be a multiple of those of the keys, and a state has 1 to {MAX_STATE_DIM} dimensions."
+                f"{heads} heads of {height} dimensions, {key_heads} of keys and states of {dim} dimensions: "
+                "the heads must be a multiple of those of the keys, and a state has 1 to "
+                f"{MAX_STATE_DIM} dimensions."
             )
         rows, out = [Rows(x) for x in inputs], torch.empty(len(path), heads, height)
         ends = address(skips), states.data_ptr(), out.data_ptr()

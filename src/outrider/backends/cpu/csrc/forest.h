@@ -2,8 +2,8 @@
 #pragma once
 #include "recurrent.h"
 
-/* Where the state before a row is: in its slot, with the row before, or, from 0 on, its index among the states
- * that are kept for later children. */
+/* Where the state before a row is: in its slot, with the row before, or, from 0 on, its index among the
+ * states that are kept for later children. */
 enum { FROM_SLOT = -1, FROM_PREVIOUS = -2 };
 
 /* The rows of one slot are a group.  A group is cut into segments, of about SEGMENT rows where it is a chain:

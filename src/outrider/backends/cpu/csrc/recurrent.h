@@ -1,5 +1,5 @@
-/* Entry points of recurrent.c, short_conv.c and gates.c, which bindings.py reads as well.  Shapes and formulas
- * are in outrider/backends/recurrence.py; conventions in kernels.h. */
+/* Entry points of recurrent.c, short_conv.c and gates.c, which bindings.py reads as well.  Shapes and
+ * formulas are in outrider/backends/recurrence.py; conventions in kernels.h. */
 #pragma once
 #include <stdint.h>
 
@@ -32,7 +32,8 @@ typedef struct {
 void gated_delta(const Forest *forest, const Recurrent *layer);
 void selective_scan(const Forest *forest, const Recurrent *layer);
 
-/* out [rows,channels] of x.  weight [taps,channels], bias [channels] or null, tails [slots,taps-1,channels]. */
+/* out [rows,channels] of x; weight [taps,channels], bias [channels] or null, tails
+ * [slots,taps-1,channels]. */
 void short_conv(const Forest *forest, const RowInputs *x, const float *weight, const float *bias,
                 int64_t taps, int is_silu, float *tails, float *out);
 

@@ -48,8 +48,8 @@ static void compute_parts(const void *loop, int64_t item, int64_t end) {
             const int64_t count = min64(last - i, LANES);
             vfloat sum = c->bias ? load_at(c->bias + i, count) : broadcast(0);
             for (int64_t t = 0; t < c->taps; t++)
-                sum = multiply_add(load_at(seen[t] + i, count), load_at(c->weight + t * c->channels + i, count),
-                                   sum);
+                sum = multiply_add(load_at(seen[t] + i, count),
+                                   load_at(c->weight + t * c->channels + i, count), sum);
             if (c->is_silu) sum = silu(sum);
             store_at(c->out + row * c->channels + i, sum, count);
         }
@@ -67,10 +67,12 @@ static void save_tails(const Conv *c) {
 
 void short_conv(const Forest *forest, const RowInputs *x, const float *weight, const float *bias,
                 int64_t taps, int is_silu, float *tails, float *out) {
-    const int64_t rows = forest->num_rows, channels = x->dim, pointers = rows * taps * (int64_t)sizeof(float *);
+    const int64_t rows = forest->num_rows, channels = x->dim;
+    const int64_t pointers = rows * taps * (int64_t)sizeof(float *);
     char *space = scratch_acquire(SCRATCH_FOREST, pointers + channels * 4);
-    Conv c = {forest, x, weight, bias, taps, channels, divide_up(channels, ITEM_CHANNELS), is_silu, tails, out,
-              (float *)(space + pointers), (const float **)space};
+    Conv c = {.forest = forest, .x = x, .weight = weight, .bias = bias, .taps = taps, .channels = channels,
+              .parts = divide_up(channels, ITEM_CHANNELS), .is_silu = is_silu, .tails = tails, .out = out,
+              .zeros = (float *)(space + pointers), .seen = (const float **)space};
     memset(c.zeros, 0, (size_t)channels * 4);
     find_inputs(&c);
     parallel_for(rows * c.parts, 4, compute_parts, &c);
