@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from outrider.errors import ConfigError, ModelError
 from outrider.models.fallback import attention
 from outrider.models.fallback import model as fallback_model
 from outrider.models.fallback.model import Fallback
+from outrider.models.load import needs_fallback
 from outrider.testing import KnownTexts, Scripts, check_idle, run_staggered, visible_parts
 
 NEW, TIE = 20, 2e-3
@@ -218,16 +219,13 @@ def test_a_model_that_we_would_get_wrong_is_refused(tmp_path: Path, monkeypatch:
     assert "not those of transformers" in refused(tmp_path)
 
 
-def test_quantized_checkpoints_are_for_the_lean_decoder(tmp_path: Path) -> None:
-    import json
-
+def test_few_bits_are_for_the_lean_decoder(tmp_path: Path) -> None:
     write("gpt2", tmp_path)
     with pytest.raises(ConfigError, match="GPT2LMHeadModel"):
         LLM(str(tmp_path), quantization="int8")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "GPT2LMHeadModel" in refused(tmp_path) and "unquantized" in refused(tmp_path)
+    checkpoint = replace(Checkpoint.open(str(tmp_path)), gguf=object())  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="GPT2LMHeadModel cannot be run from a GGUF file"):
+        needs_fallback(checkpoint)
 
 
 # ---- a family that the checkpoint brings along

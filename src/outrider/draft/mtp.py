@@ -14,11 +14,14 @@ Published files.
     mimo          model.mtp_layers.{i}.{token_layernorm,…}           [state; embedding]    before it
     ernie         model.mtp_{emb_norm,hidden_norm,…}.{i}, mtp_block  [embedding; state]    before it; (*)
     speculators   mtp_layers.{i}.{token_layernorm,…}                 [embedding; state]    after it
+    qwen          mtp.{fc,pre_fc_norm_embedding,…}, mtp.layers.0     [embedding; state]    after it
 
 The last norm is the target's.  (*): the target's norm follows, and queries and keys rotate the pairs
 (2i, 2i + 1).
 
-Ours: layers.{i}.{enorm,hnorm,eh_proj,norm} and those of an ordinary block; eh_proj reads [embedding; state].
+Ours: layers.{i}.{enorm,hnorm,eh_proj,norm} and those of a block; eh_proj reads [embedding; state].  A block
+that is not Llama's, Qwen2's or Qwen3's (with experts, compressed attention or gates) is one of the target's
+family, and runs as the target does, in transformers' own code.
 Embedding and lm_head are the target's; copies of them in the file are not read.  The output of a layer is
 before or after its last norm, as the states that it reads are.  Engines disagree which: our config states it
 ("prenorm").
@@ -42,8 +45,8 @@ from outrider.drafting.base import Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
 from outrider.heads.layer import Sizes
-from outrider.heads.layered import LayeredNet, LayerForwards
-from outrider.heads.layouts import BLOCK_NAMES, HeadFormat, Layout, Rows, numbers, unchanged
+from outrider.heads.layered import FOREIGN, LayeredNet, LayerForwards
+from outrider.heads.layouts import HeadFormat, Layout, Rows, numbers, unchanged
 from outrider.heads.parts import Layer, sizes_config, small_sizes
 from outrider.heads.recurrent import Forwards, Reading, Recurrent, RecurrentOptions
 from outrider.heads.sample import Sample, TargetWeights
@@ -68,6 +71,15 @@ MIMO = {
     "input_proj": "eh_proj",
     "final_layernorm": "norm",
 }
+QWEN: Rows = (
+    ("mtp.fc.weight", "layers.0.eh_proj.weight"),
+    ("mtp.pre_fc_norm_embedding.weight", "layers.0.enorm.weight"),
+    ("mtp.pre_fc_norm_hidden.weight", "layers.0.hnorm.weight"),
+    ("mtp.norm.weight", "layers.0.norm.weight"),
+    ("mtp.layers.{i}.{rest}", "layers.{i}.{rest}"),
+    ("model.embed_tokens.weight", "embed_tokens.weight"),
+    *unchanged("lm_head.weight"),
+)
 ERNIE = {"emb_norm": "enorm", "hidden_norm": "hnorm", "linear_proj": "eh_proj"}
 
 
@@ -115,17 +127,16 @@ LAYOUTS = {
     "speculators": Layout(
         "speculators", ("mtp_layers.{i}.input_proj.weight",), _rows("mtp_layers.{i}", MIMO), defaults=AFTER
     ),
+    "qwen": Layout("Qwen3-Next", ("mtp.fc.weight",), QWEN, defaults=(*AFTER, (FOREIGN, True))),
 }
 
 
 def _refused(head: Head) -> str:
     if any(layout.found_in(head) for layout in LAYOUTS.values()):
         return ""
-    qwen = "mtp.fc.weight" in head
-    what = "layers of Qwen3-Next (gated attention)" if qwen else "no multi-token prediction layers"
     return (
-        f"it has {what}: give as 'model' a folder that has them in the layout of {', '.join(LAYOUTS)}, with "
-        "dense blocks, or choose another method"
+        "it has no multi-token prediction layers: give as 'model' a folder that has them in the layout of "
+        f"{', '.join(LAYOUTS)}, or choose another method"
     )
 
 
@@ -133,14 +144,8 @@ FORMAT = HeadFormat(
     tuple(LAYOUTS.values()),
     hidden=(("layers.{i}.eh_proj.weight", 0),),
     vocabulary=("embed_tokens.weight", "lm_head.weight"),
-    known=r"(embed_tokens|lm_head)\.weight|"
-    rf"layers\.\d+\.((enorm|hnorm|eh_proj|norm)\.(weight|bias)|{BLOCK_NAMES})",
-    variants=(
-        (r"mlp\.(experts|gate\.|shared_expert)", "a mixture of experts"),
-        (r"self_attn\.(q_a|q_b|kv_a|kv_b)_", "compressed attention (MLA)"),
-        (r"scale|qweight|packed|zeros", "quantized weights"),
-        ("", "a block that is not Llama's or Qwen's"),
-    ),
+    known=r"(embed_tokens|lm_head)\.weight|layers\.\d+\.(?!.*(scale|qweight|packed|zeros)).+",
+    variants=(("", "quantized weights"),),
     kinds="(.*_)?mtp",
     refused=_refused,
 )
@@ -262,10 +267,8 @@ class Mtp(Recurrent):
 
     @classmethod
     def claims(cls, head: Head) -> int:
-        """0 for a whole language model, 2 for layers of Qwen3-Next, which are refused by name."""
-        if "model.norm.weight" in head:
-            return 0
-        return 2 if "mtp.fc.weight" in head else super().claims(head)
+        """0 for a whole language model."""
+        return 0 if "model.norm.weight" in head else super().claims(head)
 
     @classmethod
     def example(cls, target: Target) -> Drafter:

@@ -132,7 +132,7 @@ class BlockDrafter(HeadDrafter):
     def context_kv(self, states: Tensor) -> Iterable[Tensor]:
         """K and V side by side, [n, 2 kv] of each layer, of states [n, taps * hidden]."""
         run = self.backend
-        g = run.rms_norm(run.linear(states, self.fc), self.hidden_norm, self.stack.sizes.eps)
+        g = run.rms_norm(run.linear(states, self.fc), self.hidden_norm, self.stack.eps)
         return run.linear(g, self.kv).chunk(len(self.keys), dim=-1)
 
     @property
@@ -203,7 +203,7 @@ class BlockDrafter(HeadDrafter):
             step_input.build()
         x = embed(self.target.decoder, ids, self.embedding)
         x = self.through_layers(x, inputs, [depth + skipped for depth in levels])
-        x = self.backend.rms_norm(x, self.norm, self.stack.sizes.eps)
+        x = self.backend.rms_norm(x, self.norm, self.stack.eps)
         return lm_logits(self.target.decoder, x[predicting], self.lm_head, self.ids), x
 
     def through_layers(self, x: Tensor, inputs: dict[bool, StepInput], lengths: Sequence[int]) -> Tensor:

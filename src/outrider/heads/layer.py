@@ -169,6 +169,11 @@ class Stack:
         self.divided = divide(self.model, reader.head, options)
 
     @property
+    def eps(self) -> float:
+        """Of the norms."""
+        return self.sizes.eps
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of K/V of one slot, on all ranks of this machine."""
         if self.divided is not None:

@@ -22,26 +22,46 @@ After the last layer that one recurs: (o, draft) at t+1.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.cache.pool import Pool
+from outrider.checkpoints.heads import Head
 from outrider.core.device import take
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.drafting.base import Target
+from outrider.errors import ModelError
 from outrider.heads.layer import Pairs, Stack
+from outrider.heads.layouts import BLOCK_NAMES
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Forwards, Reading, Recurrent
 from outrider.heads.recurrent_net import Net
 from outrider.heads.trees import LevelTree
 
+FOREIGN = "family_block"  # of a head's config: its blocks are those of the target's family, by any names
+BLOCK = re.compile(r"layers\.(\d+)\.(.+)")
+OWN = re.compile(r"(enorm|hnorm|eh_proj|norm)\.(weight|bias)")  # of a layer, beside its block
+
+
+def _foreign(head: Head) -> list[str]:
+    """Stored names of tensors that only the target's family knows; none if blocks are Llama's or Qwen's."""
+    known, blocks = re.compile(BLOCK_NAMES), [name for name in head if BLOCK.fullmatch(name)]
+    parts = {name: name.split(".", 2)[2] for name in blocks}
+    found = [name for name, part in parts.items() if not OWN.fullmatch(part) and not known.fullmatch(part)]
+    if not found and head.config.get(FOREIGN):
+        found = [name for name, part in parts.items() if not OWN.fullmatch(part)]
+    return [head.stored[name] for name in sorted(found)]
+
 
 class LayeredNet(Net):
-    """Layers on the target's kernels: x = eh_proj [enorm(e); hnorm(g)], then a transformer block.
+    """Layers on the target's kernels: x = eh_proj [enorm(e); hnorm(g)], then a transformer block: Llama's or
+    Qwen's, or one in transformers' own code of the target's family.
 
     Their outputs are [n, hidden], before the last norm.  prenorm: states are taken before the last norm, the
     target's and the layers' own.
@@ -50,16 +70,19 @@ class LayeredNet(Net):
     def __init__(self, reader: Reader, target: Target, prenorm: bool) -> None:
         super().__init__(reader, target)
         head, layers, hidden = self.head, self.model.spec.layers, self.model.spec.hidden
+        self.target_config = target.checkpoint.config
         self.prenorm, self.taps = prenorm, (layers,) if prenorm else (FINAL,)
         self.count = sum(name.endswith(".eh_proj.weight") for name in head)
         names = [f"layers.{i}" for i in range(self.count)]
         self.eh_proj = [reader.linear(f"{name}.eh_proj", hidden, 2 * hidden) for name in names]
-        self.stack = Stack(reader, target, names, hidden)
+        foreign = _foreign(head)
+        self.stack: Any = self._family_layers(foreign[0]) if foreign else Stack(reader, target, names, hidden)
+        shift = float(getattr(self.stack, "unit_norms", False))  # such a norm multiplies with 1 + weight
 
         def norm(name: str) -> Tensor:
-            return reader.vector(f"{name}.weight", hidden)
+            return reader.vector(f"{name}.weight", hidden) + shift
 
-        eps = self.stack.sizes.eps
+        eps = self.stack.eps
         self.pairs = [Pairs(self.model, norm(f"{name}.enorm"), norm(f"{name}.hnorm"), eps) for name in names]
         if "layers.0.norm.weight" in head:
             self.norms = [norm(f"{name}.norm") for name in names]
@@ -67,15 +90,37 @@ class LayeredNet(Net):
             last = target.checkpoint.last_norm()
             self.norms = [last.to(self.backend.device).contiguous()] * self.count
 
+    def _family_layers(self, foreign: str) -> Any:
+        """The blocks in transformers' own code of the target's family.  foreign: a tensor that needs it.
+
+        Raises ModelError for options and blocks that it does not know.
+        """
+        reader, head = self.reader, self.head
+        if reader.bits or reader.ranks > 1:
+            option = "quantization" if reader.bits else "draft_tensor_parallel_size"
+            raise ModelError(
+                f"{head.name!r} has {foreign}, and so runs in transformers' own code: leave {option} out."
+            )
+        tensors = dict[str, Tensor]()
+        for name in head:
+            found = BLOCK.fullmatch(name)
+            if found is not None and not OWN.fullmatch(found[2]):
+                tensors[f"{found[1]}.{found[2]}"] = head.raw(name)
+        try:
+            return self.model.more_layers(self.target_config, tensors, self.count)
+        except ModelError as error:
+            raise ModelError(f"{head.name!r} has {foreign}, which is not supported: {error}") from error
+
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor, layer: int = 0) -> Tensor:
         x = self.backend.linear(self.pairs[layer](step_input, g), self.eh_proj[layer])
-        return self.stack(x, step_input, pool, only=layer)
+        out: Tensor = self.stack(x, step_input, pool, only=layer)
+        return out
 
     def from_output(self, o: Tensor, layer: int = 0) -> Tensor:
         return o if self.prenorm else self.normed(o, layer)
 
     def normed(self, o: Tensor, layer: int = 0) -> Tensor:
-        return self.backend.rms_norm(o, self.norms[layer], self.stack.sizes.eps)
+        return self.backend.rms_norm(o, self.norms[layer], self.stack.eps)
 
     def logits(self, o: Tensor, layer: int = 0) -> Tensor:
         return self.model.head_logits(self.normed(o, layer))

@@ -92,4 +92,4 @@ class Net:
 
     def normed(self, o: Tensor) -> Tensor:
         assert self.norm is not None
-        return self.backend.rms_norm(o.contiguous(), self.norm, self.stack.sizes.eps)
+        return self.backend.rms_norm(o.contiguous(), self.norm, self.stack.eps)

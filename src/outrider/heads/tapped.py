@@ -72,7 +72,7 @@ class TapNet(Net):
         norm_token = reader.vector("midlayer.input_layernorm.weight", hidden)
         norm_state = reader.vector("midlayer.hidden_norm.weight", hidden)
         embedding = own_embedding(reader, target, hidden)
-        self.pairs = Pairs(self.model, norm_token, norm_state, self.stack.sizes.eps, embedding)
+        self.pairs = Pairs(self.model, norm_token, norm_state, self.stack.eps, embedding)
         self.residual_normed = bool(config.get("norm_before_residual"))
         self._read_output_norm()
         self.scale = float(config.get("logit_scale", 1.0))
@@ -106,7 +106,7 @@ class TapNet(Net):
         self.norm_fc = reader.vector("input_norm.weight", wide) if before else None
 
     def from_states(self, states: Tensor) -> Tensor:
-        run, eps, x = self.backend, self.stack.sizes.eps, states.contiguous()
+        run, eps, x = self.backend, self.stack.eps, states.contiguous()
         if self.norm_taps:
             parts = zip(x.chunk(len(self.norm_taps), dim=-1), self.norm_taps)
             x = torch.cat([run.rms_norm(part.contiguous(), norm, eps) for part, norm in parts], dim=-1)
@@ -117,7 +117,7 @@ class TapNet(Net):
     def from_output(self, o: Tensor) -> Tensor:
         if self.norm_output is None:
             return o
-        return self.backend.rms_norm(o.contiguous(), self.norm_output, self.stack.sizes.eps)
+        return self.backend.rms_norm(o.contiguous(), self.norm_output, self.stack.eps)
 
     def forward(self, step_input: StepInput, pool: Pool, g: Tensor) -> Tensor:
         u = self.pairs(step_input, g)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from outrider.core.lora import Adapted
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
-from outrider.errors import EngineError
+from outrider.errors import EngineError, ModelError
 from outrider.models.placement import Precision
 
 Taps = dict[int, Tensor] | None  # layer -> receives the residual stream [N, hidden] before it
@@ -80,6 +80,17 @@ class Model(Protocol):
         """Blocks of the layers first, …, last - 1 only."""
         rest = {*range(first), *range(last, self.spec.layers)}
         return self.skip_sublayers(rest, rest)
+
+    def more_layers(self, config: Any, tensors: Mapping[str, Tensor], count: int) -> Any:
+        """Further decoder layers of this model's family, with the weights of a head.
+
+        config: the model's own.  tensors: "{layer}.{name in it}" -> weight.
+        Raises ModelError if they are not such layers, or if the lean decoder runs the model.
+        """
+        raise ModelError(
+            f"these are not layers of Llama or Qwen, and {self.spec.architecture} does not run in "
+            "transformers' own code, which has others."
+        )
 
     def forward(
         self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None

@@ -56,11 +56,8 @@ def needs_fallback(
         raise ConfigError(
             f"quantization {quantization!r} is for {supported}; {name} runs in its own numbers: leave it out."
         )
-    elif checkpoint.scheme or checkpoint.gguf:
-        raise ModelError(
-            f"{name} cannot be run from a quantized checkpoint; only {supported} can: "
-            "load an unquantized one."
-        )
+    elif checkpoint.gguf:
+        raise ModelError(f"{name} cannot be run from a GGUF file; only {supported} can: load a folder.")
     return True
 
 
@@ -72,8 +69,7 @@ def _check_only_on_cpu(checkpoint: Checkpoint, quantization: str | None) -> None
             f"quantization {quantization!r} of {name} is supported on a CPU only: give device='cpu', "
             "or leave it out."
         )
-    if checkpoint.scheme or checkpoint.gguf:
+    if checkpoint.gguf:
         raise ModelError(
-            f"{name} can be run from a quantized checkpoint on a CPU only: give device='cpu', or load an "
-            "unquantized one."
+            f"{name} can be run from a GGUF file on a CPU only: give device='cpu', or load a folder."
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.backends.base import (
     DecoderLayer,
+    LayerExperts,
     LayerKV,
     ModelShape,
     Norms,
@@ -73,6 +74,9 @@ class CpuBackend(Picking):
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Packed:
         return pack(weight, bias, self.dtype, self.inputs_dtype)
+
+    def pack_experts(self, experts: LayerExperts) -> LayerExperts:
+        return experts
 
     def linear(self, x: Tensor, weight: Packed, add: Tensor | None = None) -> Tensor:
         n, k, o = x.shape[0], weight.inputs, weight.outputs

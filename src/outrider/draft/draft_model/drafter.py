@@ -172,7 +172,7 @@ class ModelDrafter(Drafter):
             if end + budget.depth > self.context:
                 budget = budget.within(depth=self.context - end)
             if self.itself:  # it has nothing to catch up with, so it skips prompts
-                cursor, done, reads = None, start, step.known == 1 and budget.nodes > 0
+                cursor, done, reads = None, start, step.decodes and budget.nodes > 0
             else:
                 cursor = self.catch_up.cursor(row, start)
                 done, reads = min(cursor.filled, start), budget.nodes > 0 or self._reads_prompt(step)

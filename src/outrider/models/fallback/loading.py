@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.joined_experts import open_quantized
 from outrider.checkpoints.names import BODY, Prefixes
 from outrider.checkpoints.weights import Weights
 from outrider.errors import ModelError, first_line
 
+log = logging.getLogger("outrider")
 SLACK = 1 << 22  # weights allowed beyond one per byte of the files
 
 
@@ -25,20 +30,19 @@ def load_model(checkpoint: Checkpoint) -> Any:
     Raises ModelError for missing or misshapen tensors.
     """
     name: str = checkpoint.spec.architecture
-    loader: Any = AutoModelForCausalLM
     with quiet():
         check_sizes(checkpoint)
+        load, given = _loader(checkpoint)
         try:
-            model, report = loader.from_pretrained(
-                checkpoint.folder,
-                config=checkpoint.config,
+            model, report = load(
+                config=_unquantized(checkpoint.config),
                 dtype="auto",
                 attn_implementation="eager",
                 experts_implementation="eager",
-                trust_remote_code=checkpoint.trust_remote_code,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
                 key_mapping=_renaming(checkpoint),
+                **given,
             )
         except Exception as error:
             raise ModelError(
@@ -50,6 +54,34 @@ def load_model(checkpoint: Checkpoint) -> Any:
         tensor, stored, expected = mismatched[0]
         raise ModelError(f"{tensor} has shape {tuple(stored)}, the config asks for {tuple(expected)}.")
     return model.eval()
+
+
+def _unquantized(config: Any) -> Any:
+    """The config without its quantization, which transformers would apply itself."""
+    if getattr(config, "quantization_config", None) is None:
+        return config
+    own = copy.deepcopy(config)
+    del own.quantization_config
+    return own
+
+
+def _loader(checkpoint: Checkpoint) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What loads the model, and its arguments: a folder, or the tensors of a quantized checkpoint, dense."""
+    if checkpoint.scheme is None:
+        remote = checkpoint.trust_remote_code
+        load = partial(AutoModelForCausalLM.from_pretrained, checkpoint.folder)
+        return load, {"trust_remote_code": remote}
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
+    weights, dtype = open_quantized(Weights(checkpoint.folder), checkpoint.scheme), checkpoint.stored_dtype
+    tensors = dict[str, Tensor]()
+    for name in weights:
+        tensor = weights.raw(name)
+        tensors[name] = tensor.to(dtype or torch.bfloat16) if name in weights.layer_of else tensor
+    if bare := next((name for name, tensor in tensors.items() if tensor.dtype.itemsize < 2), None):
+        raise ModelError(f"{bare} is {tensors[bare].dtype}, without scales that the config names.")
+    size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
+    log.warning("%s runs in transformers' own code: expanded to %.1f GiB", checkpoint.name, size)
+    return partial(kind.from_pretrained, None), {"state_dict": tensors}
 
 
 def _renaming(checkpoint: Checkpoint) -> dict[str, str] | None:
@@ -100,11 +132,12 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         with torch.device("meta"):
             loader: Any = AutoModelForCausalLM
             model = loader.from_config(
-                copy.deepcopy(checkpoint.config), trust_remote_code=checkpoint.trust_remote_code
+                copy.deepcopy(_unquantized(checkpoint.config)), trust_remote_code=checkpoint.trust_remote_code
             )
     except Exception:  # loading fails in the same way and reports the reason
         return
     held = sum(path.stat().st_size for path in set(where.values()))
+    held *= 1 if checkpoint.scheme is None else 2  # weights of 4 bits
     if (wanted := sum(parameter.numel() for parameter in model.parameters())) > held + SLACK:
         raise ModelError(
             f"the config.json of {checkpoint.name!r} asks for {wanted:,} weights, and the files have "

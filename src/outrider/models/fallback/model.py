@@ -14,7 +14,7 @@ import inspect
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,7 @@ from outrider.models.fallback.attention import (
     recurrent_call,
     unify,
 )
+from outrider.models.fallback.layers import FamilyLayers
 from outrider.models.fallback.loading import body_attribute, body_of, load_model, quiet
 from outrider.models.fallback.recurrent import Recurrences, RecurrentCall
 from outrider.models.fallback.taps import layers_of, tapping
@@ -135,6 +136,9 @@ class Fallback(Model):
         layer, dtype = self.layers[0], self.precision.kv_dtype
         size = Pool.bytes_per_slot(len(self.layers), layer.kv_heads, layer.head_dim, dtype)
         return Counter({self.device: size})
+
+    def more_layers(self, config: Any, tensors: Mapping[str, Tensor], count: int) -> FamilyLayers:
+        return FamilyLayers(self.head, config, tensors, count, self.precision, self.backend, self.max_len)
 
     def state_bytes(self, nodes: int) -> Counter[torch.device]:
         shapes = self.recurrences.shapes

@@ -1,0 +1,202 @@
+"""Further decoder layers of a model, in transformers' own code of its family: those of a trained head.
+
+They are made by the family's own class (with experts, compressed attention, gates …), read the weights of the
+head's file, and run on our cache, attention and linears as the model does.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.backends.base import Backend
+from outrider.cache.pool import Pool
+from outrider.core.step_input import StepInput
+from outrider.errors import ModelError, first_line
+from outrider.models.fallback import row_invariant
+from outrider.models.fallback.attention import (
+    ATTENTION,
+    RECORDING,
+    AttentionLayer,
+    ForwardCall,
+    intercepting,
+    unify,
+)
+from outrider.models.fallback.loading import body_attribute, quiet
+from outrider.models.fallback.recurrent import Recurrences, RecurrentCall
+from outrider.models.placement import Precision
+from outrider.models.rope import fix_ropes
+
+VOCABULARY = 32  # of the embedding and lm_head that the family's class makes, and nothing reads
+EXPERTS = re.compile(r"\.experts\.")
+RECORDED = 4  # rows of the dry run
+
+
+class FamilyLayers:
+    """Some layers, with K/V in a pool of their own.  eps: of their norms.
+
+    unit_norms: a norm of the family multiplies with 1 + weight.
+    """
+
+    divided = None
+
+    def __init__(
+        self,
+        like: Any,
+        config: Any,
+        tensors: Mapping[str, Tensor],
+        count: int,
+        precision: Precision,
+        backend: Backend,
+        max_len: int,
+    ) -> None:
+        """like: the transformers model whose family it is, with its config.  tensors: "{layer}.{name in it}"
+        -> weight.
+
+        Raises ModelError for tensors that are not those of such layers.
+        """
+        self.backend, self.precision, self.config = backend, precision, _config(config, count, tensors)
+        self.rope = torch.zeros(max_len, 0)  # the modelling code applies RoPE itself
+        self.eps: float = config.rms_norm_eps
+        try:
+            model = self._load(type(like), like, tensors)
+            self.config = model.config  # a copy, which the layers have
+            fix_ropes(model, max_len)
+            body = getattr(model, body_attribute(model))
+            self.rotary, self.blocks = body.rotary_emb, body.layers
+            self.kinds = self._kinds()
+            self.unit_norms = _adds_one(body.norm)
+            row_invariant.convert(self.blocks, backend, precision.dtype)
+            self.blocks.to(backend.device)
+            self.rotary.to(backend.device)
+            self.layers = self._record()
+        except ModelError:
+            raise
+        except Exception as error:  # the modelling code raises errors of all kinds
+            raise ModelError(
+                f"layers of {type(like).__name__} cannot be made from this file: {first_line(error)}"
+            ) from error
+
+    def pool(self, slots: int) -> Pool:
+        layer, dtype = self.layers[0], self.precision.kv_dtype
+        return Pool(len(self.layers), layer.kv_heads, layer.head_dim, slots, dtype, self.backend.device)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of K/V of one slot."""
+        layer = self.layers[0]
+        return Pool.bytes_per_slot(len(self.layers), layer.kv_heads, layer.head_dim, self.precision.kv_dtype)
+
+    def __call__(self, x: Tensor, step_input: StepInput, pool: Pool, only: int) -> Tensor:
+        """x [n, hidden] after layer `only`."""
+        with intercepting(self._call(step_input, self.layers, pool, only)):
+            return self._run(only, x, step_input)
+
+    def _call(
+        self, step_input: StepInput, layers: list[AttentionLayer], pool: Pool | None = None, first: int = 0
+    ) -> ForwardCall:
+        """A forward from layer `first` on, none of which has recurrences."""
+        recurrent = RecurrentCall(self.backend.recurrence, step_input, Recurrences(), None)
+        return ForwardCall(self.backend, step_input, layers, self.rope, recurrent, pool, first)
+
+    def _run(self, layer: int, x: Tensor, step_input: StepInput, mask: Tensor | None = None) -> Tensor:
+        positions, x = step_input.on(self.backend.device).positions[None], x[None]
+        rotations = self.rotary(x, positions, **self.kinds[layer])
+        out = self.blocks[layer](
+            x, attention_mask=mask, position_ids=positions, position_embeddings=rotations
+        )
+        hidden: Tensor = out[0] if isinstance(out, tuple) else out
+        return hidden[0]
+
+    def _kinds(self) -> list[dict[str, str]]:
+        """What the rotary module of the family needs to know of each layer: its kind, if each has its own."""
+        several = isinstance(getattr(self.rotary, "rope_type", None), dict)
+        return [{"layer_type": kind} if several else {} for kind in _kinds(self.config)]
+
+    def _load(self, kind: Any, like: Any, tensors: Mapping[str, Tensor]) -> Any:
+        """A model of the family with these layers.  Raises ModelError for missing or unknown tensors."""
+        at = f"{body_attribute(like)}.layers."
+        with quiet():
+            model, report = kind.from_pretrained(
+                None,
+                config=self.config,
+                state_dict={at + name: tensor for name, tensor in tensors.items()},
+                dtype=self.precision.dtype,
+                attn_implementation="eager",
+                experts_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        found = f"layers of {kind.__name__} cannot be made from this file: it"
+        if missing := sorted(name for name in report["missing_keys"] if name.startswith(at)):
+            raise ModelError(f"{found} lacks {', '.join(name.removeprefix(at) for name in missing[:4])}.")
+        if strange := sorted(report["unexpected_keys"]):
+            raise ModelError(f"{found} has {', '.join(name.removeprefix(at) for name in strange[:4])}, too.")
+        if wrong := sorted(report["mismatched_keys"]):
+            name, stored, expected = wrong[0]
+            name = name.removeprefix(at)
+            raise ModelError(f"{found} has {name} of shape {tuple(stored)}, not {tuple(expected)}.")
+        return model.eval()
+
+    def _record(self) -> list[AttentionLayer]:
+        """Dry run over a few rows: record attention layers, pack weights, find batch-dependent functions."""
+        layers, step_input = list[AttentionLayer](), StepInput.of_ids(range(RECORDED))
+        device, dtype = self.backend.device, self.backend.activations
+        x = torch.zeros(RECORDED, self.config.hidden_size, device=device, dtype=dtype)
+
+        def run() -> None:
+            for i, kind in enumerate(_kinds(self.config)):
+                window = self.config.sliding_window if kind == "sliding_attention" else 0
+                mask = torch.full((1, 1, 1, 1), window, dtype=torch.int32, device=device)
+                self._run(i, x, step_input, mask)
+
+        self.config._attn_implementation = RECORDING
+        with intercepting(self._call(step_input, layers)):
+            row_invariant.row_invariant(self.blocks, run)
+        self.config._attn_implementation = ATTENTION
+        if len(layers) != len(self.blocks):
+            raise ModelError("each prediction layer needs one attention, through transformers' interface.")
+        unify(layers)
+        return layers
+
+
+def _config(config: Any, count: int, tensors: Mapping[str, Tensor]) -> Any:
+    """The config of a model of `count` such layers, and next to no vocabulary."""
+    own = copy.deepcopy(config)
+    sparse = any(EXPERTS.search(name) for name in tensors)
+    for key, value in {
+        "num_hidden_layers": count,
+        "vocab_size": VOCABULARY,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+        "mlp_layer_types": ["sparse" if sparse else "dense"] * count,
+        "first_k_dense_replace": 0 if sparse else count,
+        "mlp_only_layers": [] if sparse else [*range(count)],
+        "decoder_sparse_step": 1,
+    }.items():
+        if getattr(own, key, None) is not None:
+            setattr(own, key, value)
+    if kinds := getattr(own, "layer_types", None):
+        attends = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
+        own.layer_types = getattr(own, "mtp_layer_types", None) or attends[-1:] * count
+    return own
+
+
+def _kinds(config: Any) -> list[str]:
+    """The kind of attention of each layer."""
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    return kinds or ["full_attention"] * config.num_hidden_layers
+
+
+def _adds_one(norm: nn.Module) -> bool:
+    """Whether a norm multiplies with 1 + weight."""
+    zero = copy.deepcopy(norm)
+    for parameter in zero.parameters():
+        nn.init.zeros_(parameter)
+    width = next(zero.parameters()).shape[0]
+    return bool(zero(torch.ones(1, width)).any())
