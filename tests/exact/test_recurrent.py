@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import answer
+from helpers import answer, transformers_tokens
 from hybrids import write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,7 @@ from outrider.testing import (
     EngineDriver,
     KnownTexts,
     Scripts,
+    bare_checkpoint,
     check_idle,
     run_staggered,
     use_example,
@@ -61,7 +62,7 @@ class Case:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, str(folder)
-        write(name, folder)
+        self.theirs = write(name, folder)
         self.llm = LLM(self.folder, max_num_seqs=3, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK)
         assert self.llm.engine.exact
         self.truth, self.plain = KnownTexts(), dict[Any, Any]()
@@ -94,6 +95,17 @@ def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> l
     found = [visible_parts(output.outputs) for output in run_staggered(llm, prompts, params)]
     check_idle(llm)
     return found
+
+
+def test_greedy_text_is_that_of_transformers(case: Case) -> None:
+    """With a draft tree around it: `generate` of transformers has its own cache, and chunks."""
+    given = prompts((23, 23, 23))
+    params = [replace(p, max_tokens=NEW) for p in sampling(0.0, 3)]
+    case.expected(given, params)
+    case.llm.use(case.script("hidden"))
+    found = [output.outputs[0].token_ids for output in run_staggered(case.llm, given, params)]
+    assert found == transformers_tokens(case.theirs, given, NEW)
+    assert all(len(set(text)) > NEW // 2 for text in found), "texts that repeat are not worth comparing"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -234,6 +246,13 @@ def test_a_broken_engine_is_noticed(
     assert texts(case.llm, prompts(), params) == expected
     spoil(monkeypatch)
     assert texts(case.llm, prompts(), params) != expected
+
+
+def test_a_draft_model_with_attention_drafts_for_a_hybrid(case: Case, tmp_path: Path) -> None:
+    draft, params = bare_checkpoint(tmp_path, "Llama", seed=3), sampling(0.8)
+    expected = case.expected(prompts(), params)
+    case.llm.use({"method": "draft_model", "model": str(draft), "num_speculative_tokens": 4, "siblings": 2})
+    assert texts(case.llm, prompts(), params) == expected
 
 
 # ---- what is refused
