@@ -75,11 +75,25 @@ def test_what_was_right_is_drafted_earlier() -> None:
     assert tree.tokens[0] == 1004
 
 
+def test_a_rank_that_failed_is_tried_again() -> None:
+    """All ranks fail for a while, until nothing is drafted; then the first one is right again."""
+    drafter, row = make_drafter(Logitspec, min_token_prob=0.1), make_row([1])
+    for count in range(600):
+        follower = 2000 + count if count < 300 else 1000
+        emit(drafter, row, 500 + count, [500 + count, *range(1000, 1000 + RANKS - 1)])
+        tree = propose_tree(drafter, row, 1)
+        assert bool(tree.tokens) or count > 20
+        if count == 299:
+            assert not tree.tokens
+        emit(drafter, row, follower, [], tree)
+    assert tree.tokens == [1000]
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 30))
 def test_the_index_equals_a_search(tokens: list[int], first: int) -> None:
     ends = LastEnds()
-    ends.extend(tokens[:first])
-    ends.extend(tokens)
+    ends.extend(tokens, min(first, len(tokens)))
+    ends.extend(tokens, len(tokens))
     earlier = tokens[:-1]
     for token in range(4):
         for before in range(4):

@@ -39,13 +39,13 @@ class LastEnds:
     pair: dict[tuple[int, int], int] = field(default_factory=dict)
     count: int = 0
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Index the tokens that were added since the last call."""
-        for end in range(self.count, len(tokens) - 1):
+    def extend(self, tokens: Sequence[int], length: int) -> None:
+        """Index what was added since the last call to the first `length` tokens."""
+        for end in range(self.count, length - 1):
             self.single[tokens[end]] = end
             if end:
                 self.pair[tokens[end - 1], tokens[end]] = end
-        self.count = max(self.count, len(tokens) - 1)
+        self.count = max(self.count, length - 1)
 
     def after(self, before: int | None, token: int) -> tuple[int, int]:
         """(length, place of what followed) of the last match of a token and that before it; 0: none."""
@@ -127,7 +127,7 @@ class Logitspec(TextDrafter):
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
         state = self.rows.setdefault(row, RowState())
-        state.ends.extend(row.tokens)
+        state.ends.extend(row.tokens, len(row.tokens))
         tokens = [*row.tokens, *ahead] if ahead else row.tokens
         runners_up = state.runners_up if state.at == len(tokens) - 1 else ()
         tree, kinds = self._tree(tokens, state.ends, runners_up, budget.within(nodes=self.nodes))
@@ -140,7 +140,7 @@ class Logitspec(TextDrafter):
     ) -> tuple[DraftTree, list[int]]:
         """The tree after these tokens, and the kind of each node."""
         queue, builder, kinds = BestFirst[Candidate](), TreeBuilder(budget), list[int]()
-        for candidate in self._first(tokens, ends, runners_up):
+        for candidate in self._first(tokens, len(tokens), ends, runners_up):
             self._push(queue, candidate, 1.0, budget)
         while queue and builder.room:
             joint, best = queue.pop()
@@ -159,14 +159,17 @@ class Logitspec(TextDrafter):
         if candidate.depth <= budget.depth and joint >= self.options.min_token_prob:
             queue.push(joint, candidate)
 
-    def _first(self, tokens: Sequence[int], ends: LastEnds, runners_up: Sequence[int]) -> list[Candidate]:
-        """Candidates of the first level: what followed the last match, and the runners-up."""
-        last, before = tokens[-1], tokens[-2] if len(tokens) > 1 else None
+    @staticmethod
+    def _first(
+        tokens: Sequence[int], length: int, ends: LastEnds, runners_up: Sequence[int]
+    ) -> list[Candidate]:
+        """Candidates after the first `length` tokens: what followed the last match, and the runners-up."""
+        last, before = tokens[length - 1], tokens[length - 2] if length > 1 else None
         found, seen = list[Candidate](), set[int]()
-        length, place = ends.after(before, last)
-        if length and place < len(tokens):
-            kind = self.memory.of_match(length)
-            found.append(Candidate(ROOT, 1, tokens[place], kind, length + 1, place + 1))
+        matched, place = ends.after(before, last)
+        if matched and place < length:
+            kind = Acceptance.of_match(matched)
+            found.append(Candidate(ROOT, 1, tokens[place], kind, matched + 1, place + 1))
             seen.add(tokens[place])
         for rank, token in enumerate(runners_up):
             if token not in seen:
@@ -176,20 +179,31 @@ class Logitspec(TextDrafter):
     def observe(self, commit: Commit) -> None:
         for step in commit.batch:
             state = self.rows.setdefault(step.row, RowState())
+            if step.emitted:
+                self._judge_first(step, state)
             if step.tree.tokens:
-                self._judge(step, state.kinds)
+                self._judge_others(step, state.kinds)
             own = len(step.accepted) == len(step.emitted) - 1  # of a mix, another one's nodes may be accepted
             if own and step.topk:
                 node, pending = step.accepted[-1] if step.accepted else ROOT, step.emitted[-1]
                 state.runners_up = [token for token in step.topk[1 + node] if token != pending]
                 state.at = step.end + len(step.emitted) - 1
 
-    def _judge(self, step: RowStep, kinds: Sequence[int]) -> None:
-        """Learn which candidates were right among the children of the accepted path."""
+    def _judge_first(self, step: RowStep, state: RowState) -> None:
+        """Learn which candidates of the first level were right.
+
+        All are judged, drafted or not: one that fails for a while would else never be tried again.
+        """
+        state.ends.extend(step.row.tokens, step.end)
+        runners_up = state.runners_up if state.at == step.end - 1 else ()
+        for candidate in self._first(step.row.tokens, step.end, state.ends, runners_up):
+            self.memory.learn(candidate.kind, candidate.token == step.emitted[0])
+
+    def _judge_others(self, step: RowStep, kinds: Sequence[int]) -> None:
+        """Learn which nodes of the other levels were right, among the children of the accepted path."""
         tree, accepted = step.tree, step.accepted
-        path = {ROOT, *accepted}
         for node in range(tree.size):
-            if tree.parents[node] in path:
+            if tree.parents[node] in accepted:
                 proposed = node if step.kept is None else step.kept[node]
                 self.memory.learn(kinds[proposed], node in accepted)
 
