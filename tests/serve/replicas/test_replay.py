@@ -146,3 +146,11 @@ def test_reasoning_is_left_out_as_far_as_it_was_sent() -> None:
 def test_a_stream_that_had_not_begun_is_passed_on_as_it_is() -> None:
     text = 'data: {"choices": [],  "created": 1}\n\n'
     assert Replay([]).rest(text) is text
+
+
+def test_an_error_in_a_repeated_stream_is_passed_on() -> None:
+    """It became an internal error."""
+    sent = event({"id": "one", "created": 1, "choices": [{"index": 0, "text": "The"}]})
+    error = event({"error": {"message": "the time of the request is over", "code": "timeout"}})
+    assert Replay([sent]).rest(error) == error
+    assert parsed(Replay([sent, error]).failure({"message": "lost"})[0]) == {"error": {"message": "lost"}}
