@@ -74,7 +74,10 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
 
 
 def _answers(llm: LLM, items: Sequence[data.Item], options: TrainOptions) -> list[answers.Text]:
-    """Usable texts of the items; those of the data if the target answers none.  Raises RequestError for none."""
+    """Usable texts of the items; those of the data if the target answers none.
+
+    Raises RequestError for none.
+    """
     if not options.regenerate:
         return answers.given(items)
     texts = answers.texts_of(items, answers.answered(llm, dict(enumerate(items)), options))

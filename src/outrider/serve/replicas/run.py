@@ -31,8 +31,8 @@ def run_replicas(service: Service) -> None:
     """
     if (service.config or {}).get("online") is not None:
         raise ConfigError(
-            "online: only one process learns in a folder, and there are several replicas: leave online out, or "
-            "--replicas."
+            "online: only one process learns in a folder, and there are several replicas: leave online or "
+            "--replicas out."
         )
     if service.options.chat_template is not None:
         text_of(service.options.chat_template, "chat_template")
