@@ -42,9 +42,10 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_graphs.py",
-         "tests/backends/test_triton_ops.py", "tests/backends/test_triton_verifier.py",
-         "tests/exact/test_triton.py", "tests/heads/test_device_trees.py",
+TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_experts.py",
+         "tests/backends/test_triton_graphs.py", "tests/backends/test_triton_ops.py",
+         "tests/backends/test_triton_verifier.py", "tests/exact/test_triton.py",
+         "tests/exact/test_triton_variants.py", "tests/heads/test_device_trees.py",
          "tests/models/test_draft_chains.py"]  # fmt: skip
 PARTS = ("decoder", "attention", "pair", "peer", "certificate", "tests")
 METHODS = ("draft", "eagle3", "ngram", "auto", "eagle3-tree")  # of the pair; the last one only if asked for

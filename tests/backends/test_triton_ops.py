@@ -99,6 +99,29 @@ def test_norm_and_activation(width: int, dtype: torch.dtype) -> None:
     near(ours.silu_mul(x), theirs.silu_mul(x), dtype)
     far = torch.tensor([[-200.0, 88.0, 2.0, 3.0]], device=DEVICE)
     near(ours.silu_mul(far), theirs.silu_mul(far), torch.float32)
+    near(ours.gelu_mul(x), theirs.gelu_mul(x), dtype)
+    near(ours.gelu_mul(far), torch.tensor([[0.0, 264.0]], device=DEVICE), torch.float32)
+    assert torch.equal(ours.gelu_mul(x[1:2]), ours.gelu_mul(x)[1:2])
+
+
+@each_dtype
+def test_what_is_added_is_normalized_first(dtype: torch.dtype) -> None:
+    backend, weight = TritonBackend(DEVICE, dtype), torch.rand(100, device=DEVICE) + 0.5
+    x, y = torch.randn(2, 5, 100, device=DEVICE).to(dtype)
+    expected = x + backend.rms_norm(y, weight, 1e-6)
+    one, all_rows = x[2:3].clone(), x.clone()
+    assert backend.add_normed(all_rows, y, weight, 1e-6) is all_rows
+    near(all_rows, expected, dtype)
+    assert torch.equal(backend.add_normed(one, y[2:3], weight, 1e-6), all_rows[2:3])
+
+
+def test_a_soft_cap_is_the_scaled_tanh() -> None:
+    backend, x = TritonBackend(DEVICE, torch.float32), torch.randn(3, 1100, device=DEVICE) * 40
+    found = backend.soft_cap(x.clone(), 30.0)
+    near(found, 30 * torch.tanh(x.double() / 30), torch.float32)
+    assert torch.equal(backend.soft_cap(x[1:2].clone(), 30.0), found[1:2])
+    far = torch.tensor([[1e9, -1e9, float("inf"), -float("inf"), 0.0]], device=DEVICE)
+    assert backend.soft_cap(far, 30.0).tolist() == [[30.0, -30.0, 30.0, -30.0, 0.0]]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)

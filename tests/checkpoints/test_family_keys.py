@@ -13,7 +13,7 @@ from gguf_files import logits, tokenizer_fields, write
 
 from outrider import LLM, ConfigError, ModelError
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import FAMILIES, ON_EVERY_DEVICE, Spec
+from outrider.checkpoints.spec import FAMILIES, LIKE_LLAMA, Spec
 from outrider.models.load import needs_fallback
 from outrider.testing import tiny_checkpoint
 
@@ -93,40 +93,29 @@ def test_the_window_of_a_gemma_2_file_without_one(tmp_path: Path) -> None:
     assert isinstance(spec, Spec) and spec.windows == (4096, 0)
 
 
-# ---- devices
+# ---- where families run
 
 
-def test_families_that_run_on_a_cpu_only(tmp_path: Path) -> None:
+def test_families_whose_blocks_are_those_of_llama(tmp_path: Path) -> None:
     for name in FAMILIES:
         family = name.removesuffix("ForCausalLM")
         if family == "MiMo":  # has no config in transformers: Qwen2's decoder
             continue
-        experts = EXPERTS if family in ("Mixtral", "Qwen3Moe") else {}
+        experts = EXPERTS if family in ("Mixtral", "Qwen3Moe", "GptOss") else {}
         folder = tiny_checkpoint(tmp_path / family, "Gemma3Text" if family == "Gemma3" else family, **experts)
         spec = Checkpoint.open(folder).spec
-        assert isinstance(spec, Spec) and spec.only_on_cpu == (name not in ON_EVERY_DEVICE), name
+        assert isinstance(spec, Spec) and spec.like_llama == (name in LIKE_LLAMA), name
 
 
 def test_a_refusal_does_not_list_what_it_refuses(tmp_path: Path) -> None:
-    cuda = torch.device("cuda")
     gemma = Checkpoint.open(tiny_checkpoint(tmp_path / "gemma", "Gemma2"))
-    with pytest.raises(ConfigError) as error:
-        needs_fallback(gemma, "int8", device=cuda)
-    assert str(error.value) == (
-        "quantization 'int8' of Gemma2ForCausalLM is supported on a CPU only: give device='cpu', "
-        "or leave it out."
-    )
-    with pytest.raises(ConfigError) as error:
-        needs_fallback(gemma, split=True, device=cuda)
-    message = str(error.value)
-    assert message.count("Gemma") == 1 and "Llama" in message and "Gemma2ForCausalLM runs on one" in message
+    assert not needs_fallback(gemma, "int8", split=True)
     folder = tiny_checkpoint(tmp_path / "phi", "Phi")
     phi = Checkpoint.open(folder)
     with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM.*; PhiForCausalLM runs in its own numbers"):
         needs_fallback(phi, "int8")
-    with pytest.raises(ConfigError) as error:
-        needs_fallback(phi, "int8", device=cuda)
-    assert "Gemma" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM.*; PhiForCausalLM runs on one device"):
+        needs_fallback(phi, split=True)
     with pytest.raises(ConfigError, match=r"PhiForCausalLM runs in one process") as error:
         LLM(folder, tensor_parallel_size=2)
     assert "Gemma" not in str(error.value) and "Mixtral" not in str(error.value)

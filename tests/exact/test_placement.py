@@ -59,7 +59,7 @@ def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
     other: the kernels of the other device.
     """
 
-    def make(layers: str, outer: str, other: str = "same", **given: Any) -> LLM:
+    def make(layers: str, outer: str, other: str = "same", model: str = four, **given: Any) -> LLM:
         at = {"a": CPU, "b": OTHER}
 
         def backend(device: torch.device, dtype: torch.dtype, *given: str) -> Any:
@@ -76,7 +76,7 @@ def split(four: str, monkeypatch: pytest.MonkeyPatch) -> Split:
             patch.setattr(
                 engines, "place", lambda *given: Placement(tuple(at[name] for name in layers), at[outer])
             )
-            llm = LLM(four, max_num_seqs=4, **given)
+            llm = LLM(model, max_num_seqs=4, **given)
         assert llm.engine.decoder.device == at[outer]
         return llm
 
@@ -119,6 +119,25 @@ def test_split_models_emit_the_unsplit_text(
     assert [visible_parts(o.outputs) for o in outputs] == [visible_parts(o.outputs) for o in whole]
     assert sum(o.speculation.accepted for o in outputs) > 0
     check_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("Gemma2", {"query_pre_attn_scalar": 24, "sliding_window": 9, "final_logit_softcapping": 8.0}),
+        ("Qwen3Moe", {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    ],
+)
+def test_models_that_differ_from_llama_are_split(
+    family: str, config: dict[str, Any], split: Split, tmp_path: Path
+) -> None:
+    model = tiny_checkpoint(tmp_path, family, num_hidden_layers=4, **config)
+    single_output, truth = expected(LLM(model, max_num_seqs=4), SAMPLED)
+    llm = split("aabb", "b", model=model)
+    llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 40, "num_speculative_tokens": 6})
+    outputs = llm.generate(token_prompts(PROMPTS), SAMPLED)
+    assert [visible_parts(o.outputs) for o in outputs] == single_output
+    assert sum(o.speculation.accepted for o in outputs) > 0
 
 
 def expected(plain: LLM, params: SamplingParams) -> tuple[list[Any], KnownTexts]:

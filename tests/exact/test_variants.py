@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import oss_files
 import pytest
 import torch
 from helpers import answer, check_speculation, text_logits, token_prompts, write_adapter
@@ -15,7 +15,6 @@ from outrider import LLM, ConfigError, LoRARequest, ModelError, RequestError, Sa
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.step_input import StepInput
 from outrider.models.decoder import Decoder
-from outrider.models.load import needs_fallback
 from outrider.models.selftest import bit_exact
 from outrider.testing import check_idle, random_prompts, tiny_checkpoint, use_example, visible_parts
 
@@ -35,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "num_hidden_layers": 3},
     ),
     "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": KINDS, "num_hidden_layers": 3}),
+    "gpt-oss": ("GptOss", oss_files.CONFIG),
 }
 SAMPLED = SamplingParams(temperature=0.8, seed=4, max_tokens=24, ignore_eos=True)
 
@@ -144,13 +144,6 @@ def test_what_experts_do_not_support_is_refused(tmp_path: Path) -> None:
         checkpoint.grown(4, 200)
     with pytest.raises(ConfigError, match="tensor_parallel_size is not supported for Qwen3Moe"):
         LLM(model, tensor_parallel_size=2)
-    cuda = torch.device("cuda")
-    assert needs_fallback(checkpoint, device=cuda) and not needs_fallback(checkpoint)
-    with pytest.raises(ConfigError, match="is supported on a CPU only: give device='cpu'"):
-        needs_fallback(checkpoint, "int4", device=cuda)
-    few = replace(checkpoint, gguf=object())  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="from a GGUF file on a CPU only: give device='cpu'"):
-        needs_fallback(few, device=cuda)
 
 
 def test_more_experts_than_there_are_cannot_be_chosen(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime import driver, jit
 
-from outrider.backends.base import LayerKV, ScoreModifier, Scores
+from outrider.backends.base import LayerExperts, LayerKV, ScoreModifier, Scores
 from outrider.backends.triton.backend import TritonBackend
 from outrider.backends.triton.features import features_of
 from outrider.cache.pool import Pool
+from outrider.checkpoints.quantize import quantize
 from outrider.core.params import DistributionParams
 from outrider.core.tree import DraftTree
 
@@ -41,6 +42,17 @@ def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> No
     print(self.__name__)
 
 
+def mixture(backend: TritonBackend, bits: int | None) -> LayerExperts:
+    """Five experts of 64 dimensions."""
+
+    def packed(*shape: int) -> Any:
+        weight = torch.randn(shape)
+        return backend.pack(weight if bits is None else quantize(weight, bits))
+
+    gate_up, down = ([packed(*shape) for _ in range(5)] for shape in ((128, 128), (128, 64)))
+    return backend.pack_experts(LayerExperts(backend.pack(torch.randn(5, 128)), gate_up, down, 2, True))
+
+
 def main() -> None:
     jit.JITFunction.run = compiled
     driver.set_active(SimpleNamespace(get_current_target=lambda: TARGET))  # asked while a kernel compiles
@@ -51,6 +63,11 @@ def main() -> None:
     backend.linear(few, weight)
     backend.rms_norm(x, torch.randn(128), 1e-6)
     backend.silu_mul(x)
+    backend.gelu_mul(x)
+    backend.add_normed(x, x, torch.randn(128), 1e-6)
+    backend.soft_cap(x.float(), 3.0)
+    for bits in (None, 4):
+        backend.add_mixture(x, x, mixture(backend, bits))
     spec, step_input = heads_of(8, 2, 128, True), random_plan(random.Random(0))
     turn, qkv = torch.rand(64, 128), torch.randn(step_input.length, 12 * 128, dtype=dtype)
     modifier = ScoreModifier(3.0, torch.rand(8), torch.rand(8))

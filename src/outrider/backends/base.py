@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outrider.backends.candidates import Candidates
 from outrider.backends.launch import AttentionShape, Call, Launched
+from outrider.backends.recurrence import Recurrence
 from outrider.backends.rules import DistributionOps, TreeVerifier
 from outrider.cache.pool import Pool
 from outrider.core.lora import Adapted, LayerSizes, Runs
@@ -48,13 +49,16 @@ class LayerExperts:
     """MLPs of which every row has the `chosen` best by the router's softmax, weighted by it.
 
     normalized: whether the weights of a row's experts are divided by their sum
+    gate_limit: not 0: gate and up are clamped, and gate * sigmoid(gate_slope * gate) * (up + 1) is taken
     """
 
     router: Any  # [experts, hidden]
-    gate_up: Sequence[Any]  # of every expert, [2 inner, hidden]
-    down: Sequence[Any]  # [hidden, inner]
+    gate_up: Any  # of every expert, [2 inner, hidden]; a list, or as `Backend.pack_experts` has it
+    down: Any  # [hidden, inner]
     chosen: int
     normalized: bool
+    gate_slope: float = 0.0
+    gate_limit: float = 0.0
 
 
 @dataclass
@@ -63,11 +67,10 @@ class DecoderLayer:
 
     norm_in: None if the caller computes the input of `qkv`
     norm_post, gate_up, down: None in a block without an MLP, which runs with that skipped
-    window:  attention window in tokens, 0 for all keys
     experts: in place of `gate_up` and `down`, which are None then
     norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
     rotations: of this layer alone, as in `rope_store`; None for those of the stack
-    scale:   factor of attention scores.  cap: their soft cap, or 0.  gelu: GELU (tanh) in place of SiLU
+    window, scale, cap, sinks: as in `Scores` and `ScoreModifier`.  gelu: GELU (tanh) in place of SiLU
     """
 
     norm_in: Any  # Tensor
@@ -90,6 +93,7 @@ class DecoderLayer:
     rotations: Tensor | None = None
     cap: float = 0.0
     gelu: bool = False
+    sinks: Tensor | None = None
 
 
 class LayerKV(NamedTuple):
@@ -236,11 +240,16 @@ class Backend(Protocol):
     def pick_next(self) -> PickNext | None: ...
     @property
     def top_next(self) -> TopNext | None: ...
+    @property
+    def recurrence(self) -> Recurrence: ...
 
     # ---- linear layers, embeddings and norms
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Weight:
         """Pack [O, K] in the layout of the other operations.  A quantized weight keeps its bits."""
+
+    def pack_experts(self, experts: LayerExperts) -> LayerExperts:
+        """Experts whose weights are packed one by one, in the layout of `run_layers`."""
 
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         """Product x [n, K] -> [n, O].  With `add` [n, O], accumulates into `add` and returns it."""

@@ -33,18 +33,20 @@ FAMILIES = {
     "MiMoForCausalLM": "MiMo-7B",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
     "MixtralForCausalLM": "Mixtral",
+    "GptOssForCausalLM": "gpt-oss",
     "GemmaForCausalLM": "Gemma 1",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
 }
-# Others run on a CPU only: see Spec.only_on_cpu.
-ON_EVERY_DEVICE = (
+# Others differ in what a block computes: see Spec.like_llama.
+LIKE_LLAMA = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "MiMoForCausalLM",
 )
+ONLY_ON_CPU = ("GptOssForCausalLM",)  # see Spec.only_on_cpu
 # whose queries and keys of every head are normalized
 QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
@@ -52,13 +54,13 @@ SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
 }  # model types unknown to transformers -> the known one with the same decoder, and its names of some keys
 BY_TYPE = ("MedusaModel", "StableLMEpoch")  # class name prefixes for which the model_type decides
-# Prefixes of the model types with a recurrent state.
-STATEFUL = (
-    "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1",
-    "falcon_mamba", "bamba", "nemotron_h", "kimi_linear", "zaya",
-)  # fmt: skip
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-WITH_EXPERTS = ("mixtral", "qwen3_moe")  # model types
+# Prefixes of the model types without attention, or with recurrences for which there are no kernels.
+STATEFUL = ("mamba", "rwkv", "recurrent_gemma", "recurrentgemma", "xlstm", "falcon_mamba", "zaya")
+LAYER_TYPES = {
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "mlp",
+    "moe",
+}  # fmt: skip
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
 EXPERT_COUNT = whole(1, MAX_EXPERTS)
@@ -66,7 +68,7 @@ EXPERT_COUNT = whole(1, MAX_EXPERTS)
 
 def families_on(device: str) -> str:
     """Names of the architectures that the lean decoder runs on a kind of device, for messages."""
-    return ", ".join(FAMILIES if device == "cpu" else ON_EVERY_DEVICE)
+    return ", ".join(name for name in FAMILIES if device == "cpu" or name not in ONLY_ON_CPU)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Experts:
             return None
         count = _size(config, "num_local_experts", EXPERT_COUNT)
         chosen = _size(config, "num_experts_per_tok", whole(1, count))
-        if config.model_type == "mixtral":
+        if config.model_type in ("mixtral", "gpt_oss"):
             return Experts(count, chosen, _size(config, "intermediate_size", INNER), True, (True,) * layers)
         step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
         sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
@@ -144,6 +146,8 @@ class DecoderVariant:
     query_scalar:    attention scores are divided by its root; 0: by that of the head's dimensions
     score_cap, logit_cap: soft caps of attention scores and of logits, or 0
     ropes[i]:        key of layer i's set in rope_parameters; empty: there is one set for all
+    sinks:           every head has an attention sink (`ScoreModifier`)
+    gate_slope, gate_limit: as in `LayerExperts`
     """
 
     gelu: bool = False
@@ -154,10 +158,17 @@ class DecoderVariant:
     score_cap: float = 0.0
     logit_cap: float = 0.0
     ropes: tuple[str, ...] = ()
+    sinks: bool = False
+    gate_slope: float = 0.0
+    gate_limit: float = 0.0
 
     @staticmethod
     def of(config: Any, kinds: Sequence[str]) -> DecoderVariant:
         """kinds: of every layer, as in layer_types."""
+        if config.model_type == "gpt_oss":
+            # older versions of transformers have the two as constants
+            slope, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+            return DecoderVariant(sinks=True, gate_slope=slope, gate_limit=limit)
         if not config.model_type.startswith("gemma"):
             return DecoderVariant()
         scale = config.hidden_size**0.5
@@ -196,9 +207,14 @@ class Spec(Facts):
     variant: DecoderVariant = DecoderVariant()
 
     @property
+    def like_llama(self) -> bool:
+        """Whether its blocks and ends are Llama's: without experts, and without a `DecoderVariant`."""
+        return self.experts is None and self.variant == DecoderVariant()
+
+    @property
     def only_on_cpu(self) -> bool:
         """Whether GPUs have no kernels for something in it."""
-        return self.experts is not None or self.variant != DecoderVariant()
+        return self.architecture in ONLY_ON_CPU
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:
@@ -291,14 +307,13 @@ def refuse(config: Any) -> None:
         raise ModelError(f"{name} is an encoder-decoder model; Outrider runs decoder-only language models.")
     if kind.startswith(STATEFUL):
         raise ModelError(
-            f"{name} keeps a recurrent state instead of K/V (a state-space model), "
-            "which cannot be verified as a tree."
+            f"{name} keeps a recurrent state of a kind that is not supported: Outrider runs hybrids of "
+            "attention with gated delta rules, Mamba or short convolutions."
         )
     if unsupported := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         raise ModelError(
             f"{name} has layers of the kind {', '.join(sorted(unsupported))}: Outrider verifies trees in "
-            "full, sliding-window and chunked attention only (a recurrent state has no K/V that could be "
-            "kept for each node of a tree)."
+            "full, sliding-window and chunked attention and in recurrent layers."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import ON_EVERY_DEVICE, Spec
+from outrider.checkpoints.spec import LIKE_LLAMA, Spec
 from outrider.checkpoints.weights import Source
 from outrider.errors import ConfigError
 from outrider.models.base import Model
@@ -105,10 +105,10 @@ def _options(
     spec = checkpoint.spec
     if not isinstance(spec, Spec):
         raise ConfigError(
-            f"tensor_parallel_size and pipeline_parallel_size are for {', '.join(ON_EVERY_DEVICE)}; "
+            f"tensor_parallel_size and pipeline_parallel_size are for {', '.join(LIKE_LLAMA)}; "
             f"{spec.architecture} runs in one process: leave them out."
         )
-    if spec.only_on_cpu:
+    if not spec.like_llama:
         option = "tensor_parallel_size" if layout.tensor > 1 else "pipeline_parallel_size"
         raise ConfigError(f"{option} is not supported for {spec.architecture}: leave it out.")
     layout.check(spec)

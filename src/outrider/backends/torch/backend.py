@@ -33,6 +33,7 @@ from outrider.backends.base import (
 from outrider.backends.launch import AttentionShape, Call, Launched, launched
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
+from outrider.backends.torch.recurrence import TorchRecurrence
 from outrider.backends.torch.verifier import TreeVerifier
 from outrider.core import lora
 from outrider.core import stop_rule as stop_rules
@@ -98,6 +99,7 @@ class TorchBackend:
         mps = device.type == "mps"  # has no float64
         self.pick_next = None if mps else self._pick_next
         self.top_next: TopNext | None = None if mps else sampling.TopNext()
+        self.recurrence = TorchRecurrence()
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.widened = 0  # bytes of quantized weights
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"
@@ -110,6 +112,9 @@ class TorchBackend:
             return TorchWeight(moved, None, bias, inputs, outputs)
         data = weight.to(self.device, self.dtype).contiguous()
         return TorchWeight(data, self._packed(data), bias, weight.shape[1], weight.shape[0])
+
+    def pack_experts(self, experts: LayerExperts) -> LayerExperts:
+        return experts
 
     def _packed(self, data: Tensor) -> Tensor | None:
         if not self.onednn:
@@ -162,6 +167,10 @@ class TorchBackend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight.to(x)
+
+    def add_normed(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x plus the norm of y, in place."""
+        return x.add_(self.rms_norm(y, weight, eps))
 
     def silu_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -220,13 +229,14 @@ class TorchBackend:
                 seen = self.rms_norm(x, block.norm_in, block.eps) if given is None else given
                 rotations = stack.rotations if block.rotations is None else block.rotations
                 q = self.rope_store(linear("qkv", seen), block, rotations, own)
-                modifier = ScoreModifier(block.cap) if block.cap else None
+                plain = not block.cap and block.sinks is None
+                modifier = None if plain else ScoreModifier(block.cap, sinks=block.sinks)
                 found = self.attend(q, block, own, Scores(block.scale, block.window, modifier))
                 x, given = self._add(x, linear, "o", found, block.norm_attended), None
             if not skip & 2:
                 seen = self.rms_norm(x, block.norm_post, block.eps) if given is None else given
                 if block.experts is not None:
-                    x = x.add_(self._mixture(seen, block.experts))
+                    x = self.add_mixture(x, seen, block.experts)
                 else:
                     act = self.gelu_mul if block.gelu else self.silu_mul
                     x = self._add(x, linear, "down", act(linear("gate_up", seen)), block.norm_mlp)
@@ -236,7 +246,20 @@ class TorchBackend:
         """x plus a linear, or plus its norm."""
         if norm is None:
             return linear(name, found, add=x)
-        return x.add_(self.rms_norm(linear(name, found), norm, linear.layer.eps))
+        return self.add_normed(x, linear(name, found), norm, linear.layer.eps)
+
+    def add_mixture(self, x: Tensor, u: Tensor, experts: LayerExperts) -> Tensor:
+        """x plus the weighted sum of every row's experts of u, in place."""
+        return x.add_(self._mixture(u, experts))
+
+    def _gated(self, x: Tensor, experts: LayerExperts) -> Tensor:
+        """What enters `down`.  Row by row where torch computes the last elements of a call in another way."""
+        if not (limit := experts.gate_limit):
+            return self.silu_mul(x)
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        shares = torch.stack([torch.sigmoid(row * experts.gate_slope) for row in gate])
+        return gate * shares * (up + 1)
 
     def _mixture(self, x: Tensor, experts: LayerExperts) -> Tensor:
         """The weighted sum [n, h] of every row's experts, by number, each computed for all of its rows."""
@@ -247,7 +270,7 @@ class TorchBackend:
         total = torch.zeros_like(x)
         for expert in sorted({*chosen.flatten().tolist()}):
             rows, rank = (chosen == expert).nonzero(as_tuple=True)
-            inner = self.silu_mul(self.linear(x[rows], experts.gate_up[expert]))
+            inner = self._gated(self.linear(x[rows], experts.gate_up[expert]), experts)
             y = self.linear(inner, experts.down[expert]) * weights[rows, rank, None].to(x)
             total[rows] = total[rows] + y
         return total

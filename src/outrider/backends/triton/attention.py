@@ -35,8 +35,9 @@ from torch import Tensor
 from outrider.backends.base import LayerKV, ScoreModifier, Scores
 from outrider.backends.launch import AttentionShape
 from outrider.backends.triton.dot import dot, rounded
-from outrider.backends.triton.elementwise import Planes
+from outrider.backends.triton.elementwise import Planes, capped
 from outrider.backends.triton.plan import PIECE, Plan, plan_of
+from outrider.backends.triton.stages import launch
 from outrider.backends.triton.visible import first_key, seen_by
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
@@ -76,7 +77,7 @@ def _add_block(
     if INT8:
         scores *= tl.load(kv.k_scales + scale_at, mask=exists, other=0.0)[None, :]
     if CAP:
-        scores = cap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / cap)) + 1.0))
+        scores = capped(scores, cap)
     if SLOPES:
         scores += slope[:, None] * ahead
     scores = tl.where(seen, scores, float("-inf"))
@@ -293,14 +294,16 @@ def _first_pass(
         # of the rows of a piece, one may have the path of another in its table, and one of its own
         most = _splits(2 * step.max_path_len + BLOCK) + 1
         grids.append((True, (part.rows, spec.kv_heads, min(splits, most))))
+    kind = "attention", q.device, q.dtype, kv.pool.dtype, _width(spec.head_dim), rows * lanes
     for own, grid in grids:
-        _sum_split[grid](
+        launch(
+            _sum_split[grid], kind, STAGES,
             q, Planes.of(kv.pool, kv.layer), plan, slopes, partial.sums, partial.ends, part.first_piece,
             part.first_row, splits, scores.scale, modifier.cap, step.pinned, step.max_path_len,
             HEADS=spec.heads, GROUP=group, LANES=max(lanes, LEAST_ROWS // rows), ROWS=rows,
             PIECES=PIECE // rows, D=spec.head_dim, WIDTH=_width(spec.head_dim), WINDOW=scores.window,
             CAP=modifier.cap > 0, SLOPES=modifier.slopes is not None, INT8=kv.pool.dtype == torch.int8,
-            OWN=own, BLOCK=BLOCK, SPLIT=SPLIT, num_stages=STAGES, enable_fp_fusion=False,
+            OWN=own, BLOCK=BLOCK, SPLIT=SPLIT, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -309,11 +312,14 @@ def same_with_paths(spec: AttentionShape, device: torch.device, dtype: torch.dty
 
     Compared in float32: a result that is rounded to `dtype` rarely shows a difference.
     """
-    return _same_with_paths(spec.heads, spec.kv_heads, spec.head_dim, device, dtype)
+    cap = getattr(spec, "cap", 0.0)  # of a decoder's layer
+    return _same_with_paths(spec.heads, spec.kv_heads, spec.head_dim, device, dtype, cap)
 
 
 @lru_cache
-def _same_with_paths(heads: int, kv_heads: int, d: int, device: torch.device, dtype: torch.dtype) -> bool:
+def _same_with_paths(
+    heads: int, kv_heads: int, d: int, device: torch.device, dtype: torch.dtype, cap: float = 0.0
+) -> bool:
     spec: Any = SimpleNamespace(heads=heads, kv_heads=kv_heads, head_dim=d)
     keys, own = 2 * SPLIT, BLOCK // 2  # two splits, of which all rows share one and a part of the other
     pool, table = Pool(1, kv_heads, d, keys, dtype, device), array("i", range(keys))
@@ -326,8 +332,8 @@ def _same_with_paths(heads: int, kv_heads: int, d: int, device: torch.device, dt
     for step in (chain.build(), node.build()):
         n = step.length  # the last row is the same in both
         partial = _partial(q, spec, n, _splits(keys))
-        kv, part = LayerKV(step, pool), _Part(0, 1, 0, n)
-        _first_pass(q[PIECE - n :], spec, plan_of(step, device), kv, Scores(d**-0.5), part, partial)
+        kv, part, scores = LayerKV(step, pool), _Part(0, 1, 0, n), Scores(d**-0.5, 0, ScoreModifier(cap))
+        _first_pass(q[PIECE - n :], spec, plan_of(step, device), kv, scores, part, partial)
         found.append((partial.sums[-1], partial.ends[-1]))
     return all(map(torch.equal, *found))
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from outrider.backends.base import (
     DecoderLayer,
+    LayerExperts,
     LayerKV,
     ModelShape,
     Scores,
 )
 from outrider.backends.launch import AttentionShape, Call, Launched
 from outrider.backends.torch.backend import Stack, TorchBackend
-from outrider.backends.triton import attention, elementwise, graphs, jobs, linear, picking
+from outrider.backends.triton import attention, elementwise, experts, graphs, jobs, linear, picking
 from outrider.backends.triton.fused import TritonFusedModel
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.plan import Plan, plan_of
@@ -50,6 +51,12 @@ class TritonBackend(TorchBackend):
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Any:
         return TritonWeight.of(weight, bias, self.device, self.dtype)
 
+    def pack_experts(self, given: LayerExperts) -> LayerExperts:
+        return experts.pack(given, self.dtype)
+
+    def add_mixture(self, x: Tensor, u: Tensor, given: LayerExperts) -> Tensor:
+        return experts.add_mixture(x, u, given)
+
     def linear(self, x: Tensor, weight: Any, add: Tensor | None = None) -> Tensor:
         return linear.linear(x, weight, add)
 
@@ -60,13 +67,24 @@ class TritonBackend(TorchBackend):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x, weight, eps)
 
+    def add_normed(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise.add_normed(x, y, weight, eps)
+
     def silu_mul(self, x: Tensor) -> Tensor:
         return elementwise.silu_mul(x)
+
+    def gelu_mul(self, x: Tensor) -> Tensor:
+        return elementwise.gelu_mul(x)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return elementwise.soft_cap(x, cap)
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
         if self.device.type == "cuda":
             same = (attention.same_with_paths(layer, self.device, self.dtype) for layer in layers)
             self.exact = self.exact and all(same)
+            if any(layer.experts is not None for layer in layers):
+                self.exact = self.exact and experts.same_as_linear(self.device, self.dtype)
         return super().pack_layers(spec, layers, rotations)
 
     def prepare(self, step_input: StepInput) -> Any:

@@ -1,4 +1,4 @@
-"""Norms, activation, and rotary embedding with the store of K and V.  One row, or a part, a program."""
+"""Norms, activations, caps, and rotary embedding with the store of K and V.  One row, or a part, a program."""
 
 from __future__ import annotations
 
@@ -31,43 +31,90 @@ class Planes(NamedTuple):
         return Planes(keys, values, keys.view(wide), values.view(wide), keys.stride(1), keys.stride(0))
 
 
+@triton.jit
+def capped(x, cap):
+    """cap * tanh(x / cap)."""
+    return cap * (1.0 - 2.0 / (tl.exp(x * (2.0 / cap)) + 1.0))
+
+
 HEADS = 8  # of a row that one program of `_rope_store` computes
-WIDTH = 1024  # numbers that one program of `_silu_mul` computes
+WIDTH = 1024  # numbers that one program of `_act_mul` and of `_soft_cap` computes
 
 
 @triton.jit
-def _rms_norm(x, weight, y, width, eps, WIDTH: tl.constexpr):
+def _rms_norm(x, weight, y, width, eps, ADD: tl.constexpr, WIDTH: tl.constexpr):
+    """ADD: to what y holds, in place of being stored there."""
     at, i = tl.program_id(0).to(tl.int64) * width, tl.arange(0, WIDTH)
     mask = i < width
     wide = tl.load(x + at + i, mask=mask, other=0.0).to(tl.float32)
     scaled = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)).to(y.dtype.element_ty)
     factor = tl.load(weight + i, mask=mask, other=0.0).to(y.dtype.element_ty)
-    tl.store(y + at + i, (scaled.to(tl.float32) * factor.to(tl.float32)).to(y.dtype.element_ty), mask=mask)
+    normed = (scaled.to(tl.float32) * factor.to(tl.float32)).to(y.dtype.element_ty)
+    if ADD:
+        before = tl.load(y + at + i, mask=mask, other=0.0).to(tl.float32)
+        normed = (before + normed.to(tl.float32)).to(y.dtype.element_ty)
+    tl.store(y + at + i, normed, mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x = x.contiguous()
     y, width = torch.empty_like(x), x.shape[-1]
-    _rms_norm[(x.numel() // width,)](x, weight, y, width, eps, WIDTH=triton.next_power_of_2(width))
+    _rms_norm[(x.numel() // width,)](x, weight, y, width, eps, ADD=False, WIDTH=triton.next_power_of_2(width))
     return y
 
 
+def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [n, h] plus the norm of y [n, h], in place."""
+    assert x.is_contiguous()
+    width = x.shape[1]
+    _rms_norm[(len(x),)](y.contiguous(), weight, x, width, eps, ADD=True, WIDTH=triton.next_power_of_2(width))
+    return x
+
+
 @triton.jit
-def _silu_mul(x, y, inner, WIDTH: tl.constexpr):
+def _act_mul(x, y, inner, GELU: tl.constexpr, WIDTH: tl.constexpr):
+    """SiLU is gate times the sigmoid of gate; GELU by tanh, times that of another polynomial of it."""
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = i < inner
     gate = tl.load(x + row * 2 * inner + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * inner + inner + i, mask=mask, other=0.0).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(y.dtype.element_ty).to(tl.float32)
-    tl.store(y + row * inner + i, (silu * up).to(y.dtype.element_ty), mask=mask)
+    if GELU:
+        through = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    else:
+        through = gate
+    act = (gate / (1.0 + tl.exp(-through))).to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + row * inner + i, (act * up).to(y.dtype.element_ty), mask=mask)
 
 
 def silu_mul(x: Tensor) -> Tensor:
     """silu(gate) · up [n, I] of x [n, 2I]."""
+    return _activated(x, False)
+
+
+def gelu_mul(x: Tensor) -> Tensor:
+    """gelu(gate) · up [n, I] of x [n, 2I], GELU by tanh."""
+    return _activated(x, True)
+
+
+def _activated(x: Tensor, gelu: bool) -> Tensor:
     x, inner = x.contiguous(), x.shape[1] // 2
     y = x.new_empty(x.shape[0], inner)
-    _silu_mul[(x.shape[0], triton.cdiv(inner, WIDTH))](x, y, inner, WIDTH=WIDTH)
+    _act_mul[(x.shape[0], triton.cdiv(inner, WIDTH))](x, y, inner, GELU=gelu, WIDTH=WIDTH)
     return y
+
+
+@triton.jit
+def _soft_cap(x, width, cap, WIDTH: tl.constexpr):
+    at, i = tl.program_id(0).to(tl.int64) * width, tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    wide = tl.load(x + at + i, mask=i < width, other=0.0)
+    tl.store(x + at + i, capped(wide, cap), mask=i < width)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """`Backend.soft_cap`, in place."""
+    x = x.contiguous()
+    _soft_cap[(x.shape[0], triton.cdiv(x.shape[1], WIDTH))](x, x.shape[1], cap, WIDTH=WIDTH)
+    return x
 
 
 @triton.jit

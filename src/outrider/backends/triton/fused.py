@@ -41,9 +41,13 @@ WANTED_AS_LONG = 2000
 
 @dataclass
 class Ends:
+    """scale: factor of embeddings.  cap: soft cap of logits, or 0."""
+
     embedding: TritonWeight
     norm: Tensor
     head: TritonWeight
+    scale: float
+    cap: float
 
 
 class Launching(Backend, Protocol):
@@ -64,8 +68,7 @@ class TritonFusedModel:
     def pack_ends(
         self, embedding: TritonWeight, norm: Tensor, head: TritonWeight, scale: float = 1.0, cap: float = 0.0
     ) -> Ends:
-        assert scale == 1.0 and cap == 0.0, "models with these run elsewhere on a GPU (models/load.py)"
-        return Ends(embedding, norm, head)
+        return Ends(embedding, norm, head, scale, cap)
 
     def forward(
         self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
@@ -124,7 +127,8 @@ class _Model:
         return _Model(self.backend, self.stack, self.ends, self.kv._replace(step_input=step))
 
     def embed(self, ids: Tensor) -> Tensor:
-        return self.ends.embedding.embed(ids, self.backend.activations)
+        embedded = self.ends.embedding.embed(ids, self.backend.activations)
+        return embedded if self.ends.scale == 1.0 else embedded * self.ends.scale
 
     def run(self, x: Tensor, step: StepInput, runs: Runs = (), layers: slice = slice(None)) -> Tensor:
         """Some of the blocks.  The kernels of a block are launched one by one."""
@@ -137,7 +141,8 @@ class _Model:
         return self.backend.rms_norm(x, self.ends.norm, self.layers[0].eps)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.backend.linear(x, self.ends.head).float()
+        logits = self.backend.linear(x, self.ends.head).float()
+        return self.backend.soft_cap(logits, self.ends.cap) if self.ends.cap else logits
 
 
 class StepSizes(NamedTuple):
@@ -175,7 +180,7 @@ def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
         return model, chains
     early, late, places = step.split(ends, max(1, min(1 + levels, room // len(ends))))
     backend, first = model.backend, step.only(early)
-    x = model.ends.embedding.embed(first.on(backend.device).input_ids, backend.activations)
+    x = model.embed(first.on(backend.device).input_ids)
     backend.run_layers(model.stack, x, model.at(first).kv)
     rest = [chain._replace(at=at) for chain, at in zip(chains.chains, places)]
     return model.at(step.only(late)), chains._replace(chains=rest)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from outrider.backends.triton.dot import INTERPRETED, dot
+from outrider.backends.triton.stages import launch
 from outrider.core.quantized import QuantizedWeight
 
 
@@ -88,24 +88,18 @@ def _weights(
     return values
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _linear(
-    x, weight, scales, offsets, bias, y, num_rows, num_outputs, num_inputs, group_size,
-    QUANTIZED: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr,
-    ADD: tl.constexpr, EVEN: tl.constexpr, ONE_GROUP: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+@triton.jit
+def tile_sums(
+    x, weight, scales, offsets, x_row, in_rows, output, in_outputs, num_inputs, group_size,
+    QUANTIZED: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
+    ONE_GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """y [n, O] (+)= x [n, K] · weight^T, summed over the inputs in order.
+    """Products [OUTPUTS, ROWS] of outputs of a weight and rows of x, summed over the inputs in order.
 
-    A tile is computed transposed, [OUTPUTS, ROWS]: matrix instructions take at least 64 outputs well, but
-    only 16 rows.  Tiles of the same outputs follow one another, so that a weight is read from memory once.
+    x_row: where each row begins.  output: number of each row of the weight.
     ONE_GROUP: the inputs of a tile have one scale.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    in_rows, in_outputs = row < num_rows, output < num_outputs
-    x_row, w_row = row.to(tl.int64) * num_inputs, output.to(tl.int64) * num_inputs
-    groups = num_inputs // group_size
+    w_row, groups = output.to(tl.int64) * num_inputs, num_inputs // group_size
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     for first in range(0, num_inputs, INPUTS):
         k = first + tl.arange(0, INPUTS)
@@ -118,6 +112,28 @@ def _linear(
             group, in_group = output.to(tl.int64)[:, None] * groups + (k // group_size)[None, :], mask
         a = _weights(weight, scales, offsets, at, group, mask, in_group, QUANTIZED, OFFSET, PACKED, EVEN)
         total = dot(a.to(x.dtype.element_ty), b, total)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear(
+    x, weight, scales, offsets, bias, y, num_rows, num_outputs, num_inputs, group_size,
+    QUANTIZED: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, BIAS: tl.constexpr,
+    ADD: tl.constexpr, EVEN: tl.constexpr, ONE_GROUP: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """y [n, O] (+)= x [n, K] · weight^T.
+
+    A tile is computed transposed, [OUTPUTS, ROWS]: matrix instructions take at least 64 outputs well, but
+    only 16 rows.  Tiles of the same outputs follow one another, so that a weight is read from memory once.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    in_rows, in_outputs = row < num_rows, output < num_outputs
+    total = tile_sums(
+        x, weight, scales, offsets, row.to(tl.int64) * num_inputs, in_rows, output, in_outputs, num_inputs,
+        group_size, QUANTIZED, OFFSET, PACKED, EVEN, ONE_GROUP, ROWS, OUTPUTS, INPUTS,
+    )  # fmt: skip
     if BIAS:
         total += tl.load(bias + output, mask=in_outputs, other=0.0).to(tl.float32)[:, None]
     to = y + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
@@ -162,7 +178,7 @@ def tile_of(rows: int, weight: TritonWeight, processors: int) -> Tile:
     return tile
 
 
-def _fit(tile: Tile, weight: TritonWeight) -> Tile:
+def fit(tile: Tile, weight: TritonWeight) -> Tile:
     """A tile whose inputs share a scale, if the groups are not too small."""
     inputs = 32 if INTERPRETED else tile.inputs
     while weight.scales is not None and weight.group % inputs and inputs > LEAST_INPUTS:
@@ -179,37 +195,34 @@ def linear(x: Tensor, weight: TritonWeight, add: Tensor | None = None, tile: Til
     """`Backend.linear`; accumulates into `add` in place.  tile: another than the fastest."""
     x, n = x.contiguous(), x.shape[0]
     y = x.new_empty(n, weight.outputs) if add is None else add
-    values, scales, k = weight.values, weight.scales, weight.inputs
-    tile = _fit(tile or tile_of(n, weight, _processors(x.device)), weight)
+    tile = fit(tile or tile_of(n, weight, _processors(x.device)), weight)
     grid = triton.cdiv(n, tile.rows), triton.cdiv(weight.outputs, tile.outputs)
-    flags = {
-        "QUANTIZED": scales is not None, "OFFSET": weight.offsets is not None, "PACKED": weight.packed,
-        "BIAS": weight.bias is not None, "ADD": add is not None,
-        "EVEN": k % tile.inputs == 0 and weight.outputs % tile.outputs == 0,
-        "ONE_GROUP": scales is None or weight.group % tile.inputs == 0,
-    }  # fmt: skip
-    arguments = (
-        x, values, values if scales is None else scales,
-        values if weight.offsets is None else weight.offsets, values if weight.bias is None else weight.bias,
-        y, n, weight.outputs, k, weight.group,
-    )  # fmt: skip
-    sizes = {
-        "ROWS": tile.rows, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs, "num_warps": tile.warps,
-    }  # fmt: skip
-    kind = x.device, x.dtype, tile, *flags.values()
-    for stages in range(_FITTING.get(kind, tile.stages), 0, -1):
-        try:
-            _linear[grid](*arguments, **flags, **sizes, num_stages=stages)
-        except OutOfResources:
-            if stages == 1:
-                raise
-        else:
-            _FITTING[kind] = stages
-            break
+    arguments = (x, *parts_of(weight), y, n, weight.outputs, weight.inputs, weight.group)
+    flags = flags_of(weight, tile) | {"ADD": add is not None}
+    kind = x.device, x.dtype, tile, *flags.items()
+    launch(_linear[grid], kind, tile.stages, *arguments, **flags, **sizes_of(tile))
     return y
 
 
-_FITTING: dict[tuple[Any, ...], int] = {}  # kind of a launch -> stages that fit into shared memory
+def parts_of(weight: TritonWeight) -> list[Tensor]:
+    """Values, scales, offsets and bias for a kernel, which does not read those that are missing."""
+    parts = weight.values, weight.scales, weight.offsets, weight.bias
+    return [weight.values if part is None else part for part in parts]
+
+
+def flags_of(weight: TritonWeight, tile: Tile) -> dict[str, bool]:
+    """Constants of a kernel for a weight."""
+    return {
+        "QUANTIZED": weight.scales is not None, "OFFSET": weight.offsets is not None,
+        "PACKED": weight.packed, "BIAS": weight.bias is not None,
+        "EVEN": weight.inputs % tile.inputs == 0 and weight.outputs % tile.outputs == 0,
+        "ONE_GROUP": weight.scales is None or weight.group % tile.inputs == 0,
+    }  # fmt: skip
+
+
+def sizes_of(tile: Tile) -> dict[str, int]:
+    """Constants of a kernel for a tile."""
+    return {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs, "num_warps": tile.warps}
 
 
 def same_in_all_tiles(device: torch.device, dtype: torch.dtype) -> bool:

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.joined_experts import open_quantized
 from outrider.checkpoints.names import BODY, Prefixes
-from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.weights import Weights
 from outrider.errors import ModelError, first_line
 
@@ -52,8 +53,6 @@ def load_model(checkpoint: Checkpoint) -> Any:
     if mismatched := sorted(report["mismatched_keys"]):
         tensor, stored, expected = mismatched[0]
         raise ModelError(f"{tensor} has shape {tuple(stored)}, the config asks for {tuple(expected)}.")
-    if getattr(model, "_is_stateful", False):
-        raise ModelError(f"{name} keeps a recurrent state, which cannot be verified as a tree.")
     return model.eval()
 
 
@@ -73,10 +72,11 @@ def _loader(checkpoint: Checkpoint) -> tuple[Callable[..., Any], dict[str, Any]]
         load = partial(AutoModelForCausalLM.from_pretrained, checkpoint.folder)
         return load, {"trust_remote_code": remote}
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
-    weights, dtype = quantized(Weights(checkpoint.folder), checkpoint.scheme), checkpoint.stored_dtype
-    tensors = {name: weights.raw(name) for name in weights}
-    for name in weights.layer_of:
-        tensors[name] = tensors[name].to(dtype or torch.bfloat16)
+    weights, dtype = open_quantized(Weights(checkpoint.folder), checkpoint.scheme), checkpoint.stored_dtype
+    tensors = dict[str, Tensor]()
+    for name in weights:
+        tensor = weights.raw(name)
+        tensors[name] = tensor.to(dtype or torch.bfloat16) if name in weights.layer_of else tensor
     if bare := next((name for name, tensor in tensors.items() if tensor.dtype.itemsize < 2), None):
         raise ModelError(f"{bare} is {tensors[bare].dtype}, without scales that the config names.")
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30
@@ -98,7 +98,10 @@ def _has_files(checkpoint: Checkpoint) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Switch off transformers' progress bars and load reports; missing tensors are raised instead."""
+    """Switch off transformers' progress bars, its load reports and its hints to install kernels.
+
+    Missing tensors are raised instead.
+    """
     log: Any = transformers_logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
