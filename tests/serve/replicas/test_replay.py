@@ -176,4 +176,5 @@ def test_an_error_in_a_repeated_stream_is_passed_on() -> None:
     sent = event({"id": "one", "created": 1, "choices": [{"index": 0, "text": "The"}]})
     error = event({"error": {"message": "the time of the request is over", "code": "timeout"}})
     assert Replay([sent]).rest(error) == error
-    assert parsed(Replay([sent, error]).failure({"message": "lost"})[0]) == {"error": {"message": "lost"}}
+    refusal = ApiError(503, "lost")
+    assert parsed(Replay([sent, error]).failure(refusal)[0]) == refusal.body()
