@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider import LLM
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, RequestError
 from outrider.train.estimate import estimate
 from outrider.train.report import Report
 from outrider.train.run import train
@@ -33,3 +33,11 @@ def test_mistakes_in_options_are_found_before_answers(
     for wrong in ({"format": "nothing"}, {"init": "nowhere"}):
         with pytest.raises(ConfigError, match=r"layout|init"):
             estimate(target, "eagle", run_options("eagle", tmp_path, **wrong), Report())
+
+
+def test_a_target_without_answers_is_reported(target: LLM, run_options: Any, tmp_path: Path) -> None:
+    data = tmp_path / "short.jsonl"
+    data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    given = run_options("medusa", tmp_path / "out", data=(str(data),), answer_tokens=1)
+    with pytest.raises(RequestError, match="none of the first 2 answers has 4 tokens"):
+        estimate(target, "medusa", given, Report())

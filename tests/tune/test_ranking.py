@@ -41,3 +41,12 @@ def test_what_was_not_tried_has_its_reason() -> None:
     assert "Not tried for lack of time: ngram. Give more --minutes." in text
     text = " ".join(printed(replace(found, interrupted=True)).split())
     assert "Not tried because of Ctrl-C: ngram." in text and "--minutes" not in text
+
+
+def test_brackets_in_reasons_and_names_are_no_markup() -> None:
+    """The name of an extra was left out, and a path in brackets ended the command with a traceback."""
+    best = Candidate("/models/[a]", {"model": "x"}, [Pair(2.0, 1.0)])
+    reasons = {"gguf": "it needs  pip install 'outrider[gguf]'", "b": "no file in [/models/b]"}
+    text = " ".join(printed(Outcome([best], [], ["/c/[d]"], reasons)).split())
+    assert "'outrider[gguf]'" in text and "[/models/b]" in text
+    assert "Not tried for lack of time: /c/[d]." in text and "/models/[a] is not shown" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,9 +92,11 @@ def logprob_check(tallies: Sequence[Tally], limit: float, lossless: bool) -> Che
     difference = max(tally.logprob_difference for tally in tallies)
     tokens = sum(tally.tokens - len(tally.differences) for tally in tallies)
     result = "equal"
-    if difference:
+    if math.isinf(difference):
+        result = "some are missing, or are not numbers"
+    elif difference:
         result = f"largest difference {difference:.2g} (rounding explains {limit:.2g})"
-    figures = {"largest difference": difference, "limit": limit}
+    figures = {"largest difference": difference if math.isfinite(difference) else None, "limit": limit}
     passed = difference <= limit or not lossless
     return Check("log-probabilities", f"{tokens:,} chosen tokens", result, passed, figures)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,7 +43,8 @@ class Tally:
     """Comparison under one set of parameters.
 
     joined: texts that started while others were running.
-    logprob_difference: the largest one, over tokens that both texts have.
+    logprob_difference: the largest one, over tokens that both texts have; infinite if one is missing or is
+        not a number.
     """
 
     sampling: Mapping[str, Any]
@@ -59,8 +61,11 @@ class Tally:
         self.texts += 1
         shared = shared_beginning(plain.token_ids, fast.token_ids)
         self.tokens += len(shared)
-        for token, a, b in zip(shared, plain.logprobs or (), fast.logprobs or ()):
-            self.logprob_difference = max(self.logprob_difference, abs(a[token].logprob - b[token].logprob))
+        for place, token in enumerate(shared):
+            distance = abs(logprob_at(plain, place, token) - logprob_at(fast, place, token))
+            self.logprob_difference = max(
+                self.logprob_difference, math.inf if math.isnan(distance) else distance
+            )
         if (plain.token_ids, plain.finish_reason) != (fast.token_ids, fast.finish_reason):
             self.tokens += 1  # the one that differs
             ours, theirs = token_at(plain, len(shared)), token_at(fast, len(shared))
@@ -77,6 +82,12 @@ def shared_beginning(ours: Sequence[int], theirs: Sequence[int]) -> list[int]:
 def token_at(output: CompletionOutput, place: int) -> int | None:
     """The token of a text at a place; None where the text has ended."""
     return output.token_ids[place] if place < len(output.token_ids) else None
+
+
+def logprob_at(output: CompletionOutput, place: int, token: int) -> float:
+    """The log-probability of the token at a place of a text; NaN if it is missing."""
+    found = output.logprobs or ()
+    return found[place][token].logprob if place < len(found) else math.nan
 
 
 class Setting(NamedTuple):

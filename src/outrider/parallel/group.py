@@ -72,13 +72,16 @@ class Group:
     # ---- starting
 
     def open(self, setup: Setup) -> None:
-        """Have the other ranks load.  Raises ConfigError if their versions differ from rank 0's."""
+        """Have the other ranks load.
+
+        Raises ConfigError if their versions differ from rank 0's, and RankError if one has ended.
+        """
         own = versions()
         for connection in self.ranks.connections:
             rank, found = self._hello(connection)
             check_same(rank, found, own)
             self._rank_of[connection], self._seen[rank] = rank, time.monotonic()
-        send(setup, *self.ranks.connections)
+        self._send_all(setup)
         self._run(self._watch)
 
     def begin(self, stage: Stage, report: Report) -> list[Report]:
@@ -88,7 +91,7 @@ class Group:
         """
         reports = self._reports(report, stage.options.layout.size)
         self._begun = True
-        send(None, *self.ranks.connections)  # all have loaded
+        self._send_all(None)  # all have loaded
         stages = self._stages = Stages(self.ranks.links(stage.backend.device))
         stages.add(0, stage)
         self._run(lambda: self._compute(stages))
@@ -126,12 +129,21 @@ class Group:
                     break
         raise RankError("a rank ended while it started, or did not start in time: see its messages.")
 
+    def _send_all(self, message: object) -> None:
+        try:
+            send(message, *self.ranks.connections)
+        except OSError as error:
+            raise self.failure or RankError("a rank ended while it started: see its messages.") from error
+
     def _next_message(self) -> tuple[int, tuple[Any, ...]]:
-        deadline = time.monotonic() + START_TIMEOUT
-        while self.failure is None and time.monotonic() < deadline:
-            with contextlib.suppress(Exception):
+        deadline, failure = time.monotonic() + START_TIMEOUT, self.failure
+        while time.monotonic() < deadline:
+            with contextlib.suppress(Exception):  # with the error of a rank that has ended since
                 return self._messages.get(timeout=0.1)
-        raise self.failure or RankError(f"not all ranks have loaded after {START_TIMEOUT:.0f} seconds.")
+            if failure is not None:
+                raise failure
+            failure = self.failure
+        raise RankError(f"not all ranks have loaded after {START_TIMEOUT:.0f} seconds.")
 
     # ---- commands
 

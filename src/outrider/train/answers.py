@@ -7,10 +7,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.core.params import SamplingParams
+from outrider.core.validate import is_whole
 from outrider.errors import RequestError, writing
 from outrider.llm import LLM
 from outrider.train.data import SHORTEST, Item
@@ -121,12 +123,18 @@ def _params(i: int, item: Item, options: TrainOptions) -> SamplingParams:
 
 
 def _read(path: Path) -> dict[int, list[int]]:
-    """The answers in the file.  A line that a kill has cut is removed."""
+    """The answers in the file.  A line that a kill has cut is removed, damaged ones count as missing."""
     if not path.exists():
         return {}
-    content = path.read_text(encoding="utf-8")
-    whole = content[: content.rfind("\n") + 1]
-    if whole != content:
+    content = path.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
         with writing(path):
-            path.write_text(whole, encoding="utf-8")
-    return dict(map(json.loads, whole.splitlines()))
+            os.truncate(path, end)  # a kill while the file is written anew would lose all answers
+    found = dict[int, list[int]]()
+    for line in content[:end].splitlines():
+        with suppress(ValueError, TypeError):
+            number, ids = json.loads(line)
+            if is_whole(number) and isinstance(ids, list) and all(map(is_whole, ids)):
+                found[number] = ids
+    return found

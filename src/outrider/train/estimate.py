@@ -10,6 +10,7 @@ from typing import TypeVar
 from rich.table import Table
 
 from outrider.checkpoints.quantize import bits_of
+from outrider.errors import RequestError
 from outrider.llm import LLM
 from outrider.train import answers, data, run
 from outrider.train.base import parameter_count, stored_tensors
@@ -73,11 +74,18 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
 
 
 def _answers(llm: LLM, items: Sequence[data.Item], options: TrainOptions) -> list[answers.Text]:
-    """Usable texts of the items; those of the data if the target answers none."""
+    """Usable texts of the items; those of the data if the target answers none.
+
+    Raises RequestError for none.
+    """
     if not options.regenerate:
         return answers.given(items)
     texts = answers.texts_of(items, answers.answered(llm, dict(enumerate(items)), options))
-    return [text for text in texts if text.usable] or answers.given(items)
+    usable = [text for text in texts if text.usable]
+    usable = usable or [text for text in answers.given(items) if text.usable]
+    if not usable:
+        raise RequestError(f"none of the first {len(texts)} answers has {data.SHORTEST} tokens or more.")
+    return usable
 
 
 def table(found: Estimate, limit: float) -> Table:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from outrider.core.device import to_device
 from outrider.core.step import FINAL
+from outrider.core.validate import is_whole
 from outrider.errors import ConfigError, writing
 from outrider.heads.sample import CHUNK, Sample, read_states, target_logits
 from outrider.models.base import Model
@@ -47,8 +48,7 @@ class States:
         self.starts = [0]
         for text in texts:
             self.starts.append(self.starts[-1] + len(text.ids))
-        places = int(limit // (2 * self.width)) if folder else 0
-        self.cached = sum(start <= places for start in self.starts[1:])
+        self.cached = sum(2 * self.width * start <= limit for start in self.starts[1:]) if folder else 0
         self.store: Tensor | None = None
 
     @property
@@ -64,12 +64,10 @@ class States:
         if not self.cached or self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        progress = self.folder / "done.json"
-        stored = json.loads(progress.read_text(encoding="utf-8"))["texts"] if progress.exists() else 0
-        done, saved = min(stored, self.cached), 0
+        progress, path = self.folder / "done.json", self.folder / "states.bin"
+        done, saved = self._stored(progress, path), 0
         size = self.width * self.starts[self.cached]
         shape = (self.starts[self.cached], self.width)
-        path = self.folder / "states.bin"
         _reserve(path, self.bytes)
         self.store = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(shape)
         tick(done)
@@ -88,6 +86,19 @@ class States:
         if self.store is None or max(numbers) >= self.cached:
             return self._computed(numbers)
         return gathered([self.store[self.starts[i] : self.starts[i + 1]] for i in numbers], self.model.device)
+
+    def _stored(self, progress: Path, path: Path) -> int:
+        """Texts whose states are in the file: none if one of the two files is missing, damaged or too short.
+
+        What is missing in a file would be read as zeros.
+        """
+        try:
+            stored = json.loads(progress.read_text(encoding="utf-8"))["texts"]
+            size = path.stat().st_size
+        except (OSError, ValueError, TypeError, KeyError):
+            return 0
+        done = min(stored, self.cached) if is_whole(stored, 0) else 0
+        return done if size >= 2 * self.width * self.starts[done] else 0
 
     def _parts(self, first: int) -> Iterator[tuple[int, int]]:
         """Texts from `first` on that one forward computes: on a CPU each alone."""

@@ -29,6 +29,8 @@ from outrider.train.processes import Processes
 from outrider.train.schedule import Schedule
 
 HOST_JOINED, JOINED = 2048, 16384  # tokens of padded texts that one call of a loss takes together
+STATE = {"run", "network", "optimizers", "step", "losses", "records", "done", "seen"}  # of a checkpoint
+SEEDS = 1 << 63  # that torch takes
 LOGIT_BYTES = 1 << 30  # of their logits in float32; a loss holds several times as much
 
 
@@ -127,7 +129,7 @@ class Trainer:
 
     def _backward(self, group: Sequence[_Item], batch_tokens: int) -> Tensor:
         """Add the gradients of some texts.  Returns their part of the loss, without a wait for the device."""
-        torch.manual_seed(group[0].seed)
+        torch.manual_seed(group[0].seed % SEEDS)
         with self._timed("features"):
             numbers = [item.number for item in group]
             sample = self.features.sample(*numbers, seeds=[item.seed for item in group])
@@ -150,7 +152,7 @@ class Trainer:
     @torch.no_grad()
     def held_loss(self, texts: Sequence[int]) -> float:
         """Mean loss of held-out texts."""
-        torch.manual_seed(self.options.seed)
+        torch.manual_seed(self.options.seed % SEEDS)
         self.method.network.eval()
         with self._autocast():
             return sum(float(self.method.loss(self.features.sample(i))) for i in texts) / len(texts)
@@ -182,11 +184,8 @@ class Trainer:
         check_same_run(self.options, state["run"], self._identity())
         # the states of optimizers are in this order
         same = list(state["network"]) == list(self.method.network.state_dict())
-        if not same or not {"optimizers", "done", "seen"} <= state.keys():
-            raise ConfigError(
-                f"{self.options.out!r} holds a run of another version of this method: give another folder as "
-                "out."
-            )
+        if not same:
+            raise _other_version(self.options)
         self.method.network.load_state_dict(state["network"])
         for optimizer, its in zip(self.optimizers, state["optimizers"]):
             optimizer.load_state_dict(its)
@@ -225,12 +224,20 @@ def read_checkpoint(options: TrainOptions, device: Any = "cpu", mmap: bool = Fal
     if not path.exists():
         return None
     try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
     except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
         raise ConfigError(
             f"the checkpoint {str(path)!r} cannot be read ({first_line(error)}): remove it to begin anew."
         ) from error
+    if not isinstance(state, dict) or not state.keys() >= STATE:
+        raise _other_version(options)
     return state
+
+
+def _other_version(options: TrainOptions) -> ConfigError:
+    return ConfigError(
+        f"{options.out!r} holds a run of another version of this method: give another folder as out."
+    )
 
 
 def identity(method: Method) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from outrider.errors import ConfigError
 MOST_DEPTH = 64  # draft tokens of a step
 LEAST_0 = real("a number of at least 0", lambda value: value >= 0)
 TEMPERATURES = list_of("temperatures of at least 0", LEAST_0)
+RATE = real("a number above 0 and at most 1", lambda value: 0 < value <= 1)
 FOLDER = Kind("a folder", lambda value: isinstance(value, str))
 Fraction = Annotated[float, real("a number in [0, 1)", lambda value: 0 <= value < 1)]
 Taps = Annotated[Sequence[int], list_of("layers", whole())]
@@ -82,7 +83,7 @@ class TrainOptions(Checked):
     epochs: Positive = 3.0
     batch: Count = 8
     optimizer: Annotated[str, one_of("adamw", "muon")] = "adamw"
-    rate: Positive | None = None
+    rate: Annotated[float, RATE] | None = None
     warmup: Fraction = 0.03
     weight_decay: Fraction = 0.0
     clip: Positive = 1.0

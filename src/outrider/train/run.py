@@ -26,7 +26,7 @@ from outrider.train.data import Source
 from outrider.train.evaluate import Evaluation, write_log
 from outrider.train.features import Features, States, needed_states
 from outrider.train.folders import cache_folder, new_folders, only_run, only_writer
-from outrider.train.loop import Trainer, check_same_run, identity, read_checkpoint
+from outrider.train.loop import SEEDS, Trainer, check_same_run, identity, read_checkpoint
 from outrider.train.methods import method
 from outrider.train.options import TrainOptions, as_json
 from outrider.train.processes import Processes
@@ -140,7 +140,7 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
     for option, needed in options.engine.items():
         if getattr(llm.engine.options, option) < needed:
             raise ConfigError(f"this run needs {option}={needed!r} as an option of the engine.")
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed % SEEDS)
     target = llm.engine.target
     made = method(name)(options, target, torch.zeros(target.vocabulary, dtype=torch.int64))
     made.published()
@@ -159,7 +159,7 @@ def check(llm: LLM, name: str, options: TrainOptions) -> None:
 
 def new_method(llm: LLM, name: str, options: TrainOptions, texts: Texts) -> Method:
     """A method with its initial weights, always the same for a seed."""
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed % SEEDS)
     return method(name)(options, llm.engine.target, texts.counts(llm.engine.target.vocabulary))
 
 

@@ -92,26 +92,30 @@ def show_ranking(outcome: Outcome, out: Path, exact: bool, console: Console) -> 
     if (others := len(outcome.dropped) - DROPPED) > 0:
         console.print(f"{others} others were slower.")
     for label, reason in outcome.refused.items():
-        console.print(f"Left out: {label}: {reason}", style="dim", soft_wrap=True)
+        console.print(f"Left out: {label}: {reason}", style="dim", soft_wrap=True, markup=False)
     advice = "Let the search end." if outcome.interrupted else "Give more --minutes."
     if outcome.untried:
         why = "because of Ctrl-C" if outcome.interrupted else "for lack of time"
-        console.print(f"Not tried {why}: {', '.join(outcome.untried)}. {advice}")
+        console.print(f"Not tried {why}: {', '.join(outcome.untried)}. {advice}", markup=False)
     if outcome.changed:
         labels = "; ".join(one.label for one in outcome.changed)
-        console.print(f"Other tokens than plain decoding, which is a bug: {labels}.", style="bold red")
+        found = f"Other tokens than plain decoding, which is a bug: {labels}."
+        console.print(found, style="bold red", markup=False)
     elif exact:
         console.print("Every setting emitted the tokens of plain decoding.")
     best = outcome.ranking[0]
     if outcome.config == OFF:
         console.print(
-            f"Nothing was faster than plain decoding: {out} switches speculation off.", style="bold"
+            f"Nothing was faster than plain decoding: {out} switches speculation off.",
+            style="bold",
+            markup=False,
         )
     elif best.interval is None or best.interval[0] <= 1:
         why = "its interval includes 1" if best.interval else "it has too few runs"
         console.print(
             f"{best.label} is not shown to be faster than plain decoding: {why}. {advice}",
             style="bold",
+            markup=False,
         )
     console.print(f"{out}: use it with --speculative-config @{out}", soft_wrap=True, markup=False)
 

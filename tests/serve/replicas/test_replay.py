@@ -169,3 +169,12 @@ def test_a_message_that_fails_ends_with_an_error_of_its_api() -> None:
 def test_a_stream_that_had_not_begun_is_passed_on_as_it_is() -> None:
     text = 'data: {"choices": [],  "created": 1}\n\n'
     assert Replay([]).rest(text) is text
+
+
+def test_an_error_in_a_repeated_stream_is_passed_on() -> None:
+    """It became an internal error."""
+    sent = event({"id": "one", "created": 1, "choices": [{"index": 0, "text": "The"}]})
+    error = event({"error": {"message": "the time of the request is over", "code": "timeout"}})
+    assert Replay([sent]).rest(error) == error
+    refusal = ApiError(503, "lost")
+    assert parsed(Replay([sent, error]).failure(refusal)[0]) == refusal.body()

@@ -16,13 +16,14 @@ import pytest
 from patience import HANG
 from starlette.testclient import TestClient
 
-from outrider.errors import EngineError
+from outrider.errors import ConfigError, EngineError
 from outrider.serve.errors import ApiError
 from outrider.serve.options import ServerOptions
 from outrider.serve.replicas.app import make_app
 from outrider.serve.replicas.relay import NotReached, Question
 from outrider.serve.replicas.replica import Replica
 from outrider.serve.replicas.router import LOADING, UNLOADING, Router
+from outrider.serve.replicas.run import run_replicas
 from outrider.serve.run import Service
 
 
@@ -290,3 +291,11 @@ def test_bodies_that_no_route_reads_are_left_out(
     client, got = passed
     assert client.request(method, path, content=b"x" * 100_000, headers=KEY).status_code == 200
     assert got[0].content == b""
+
+
+def test_replicas_that_would_learn_in_one_folder_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the first loaded the model, and then ended: "another process learns in …: end it"."""
+    monkeypatch.setattr("outrider.serve.replicas.run.Router", lambda *_: pytest.fail("replicas are started"))
+    config = {"model": "head", "online": {"path": "learned"}}
+    with pytest.raises(ConfigError, match="online: only one process learns"):
+        run_replicas(Service(ServerOptions(replicas=2), {"model": "m", "device": "cpu"}, config))

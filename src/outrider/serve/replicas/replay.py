@@ -112,10 +112,11 @@ def _parts(value: dict[str, Any]) -> Iterator[Part]:
         if not whole and "logprobs" in value:
             yield Part((kind, "logprobs", value["output_index"]), value, "logprobs")
         return
-    for choice in value["choices"]:
+    choices = value.get("choices", ())  # none in an error
+    for choice in choices:
         yield from _choice_parts(choice["index"], choice)
         yield Part((choice["index"], "prompt of chat"), value, "prompt_token_ids", True)
-    for field in ("usage", "speculation") if not value["choices"] else ():
+    for field in ("usage", "speculation") if not choices else ():
         yield Part((field,), value, field, True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.applications import Starlette
 
 from outrider.core.validate import text_of
-from outrider.errors import OutriderError
+from outrider.errors import ConfigError, OutriderError
 from outrider.serve.replicas.app import make_app
 from outrider.serve.replicas.router import Router
 from outrider.serve.run import Process, Service, log_address
@@ -29,6 +29,11 @@ def run_replicas(service: Service) -> None:
 
     Raises EngineError if a replica cannot start, and ConfigError, also if the address is in use.
     """
+    if (service.config or {}).get("online") is not None:
+        raise ConfigError(
+            "online: only one process learns in a folder, and there are several replicas: leave online or "
+            "--replicas out."
+        )
     if service.options.chat_template is not None:
         text_of(service.options.chat_template, "chat_template")
     with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
