@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from kernel_cases import CPU, c_backend, near, needs_c, two_threads
 from torch import Tensor
 
-from outrider.backends.base import DecoderLayer, LayerExperts, LayerKV
+from outrider.backends.base import LayerKV
 from outrider.backends.cpu.backend import CpuBackend
+from outrider.backends.layer import DecoderLayer, LayerExperts
 from outrider.backends.torch.backend import TorchBackend
 from outrider.cache.pool import Pool
 from outrider.checkpoints.quantize import quantize

@@ -15,7 +15,7 @@ from launches import Launches
 from syncs import Syncs
 from torch import Tensor
 
-from outrider.backends.base import LayerExperts
+from outrider.backends.layer import LayerExperts
 from outrider.backends.torch.backend import TorchBackend
 from outrider.checkpoints.quantize import quantize
 from outrider.core.quantized import QuantizedWeight

@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile, make_backend
 from triton.runtime import driver, jit
 
-from outrider.backends.base import LayerExperts, LayerKV, ScoreModifier, Scores
+from outrider.backends.base import LayerKV, ScoreModifier, Scores
+from outrider.backends.layer import LayerExperts
 from outrider.backends.triton.backend import TritonBackend
 from outrider.backends.triton.features import features_of
 from outrider.cache.pool import Pool

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.backends.base import Backend, DecoderLayer, LayerKV, Norms, Weight
+from outrider.backends.base import Backend, LayerKV, Norms, Weight
+from outrider.backends.layer import DecoderLayer
 from outrider.backends.torch.backend import beside
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head

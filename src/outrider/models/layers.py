@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, DecoderLayer, LayerExperts, Weight
+from outrider.backends.base import Backend, Weight
+from outrider.backends.layer import DecoderLayer, LayerExperts
 from outrider.checkpoints.quantize import reduced
 from outrider.checkpoints.spec import Experts, Spec
 from outrider.checkpoints.weights import Source

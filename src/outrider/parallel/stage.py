@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from outrider.backends.base import Backend, DecoderLayer, LayerKV
+from outrider.backends.base import Backend, LayerKV
+from outrider.backends.layer import DecoderLayer
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool
 from outrider.checkpoints.quantize import bits_of

@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import (
-    DecoderLayer,
-    LayerExperts,
-    LayerKV,
-    ModelShape,
-    Norms,
-    ScoreModifier,
-    Scores,
-)
+from outrider.backends.base import LayerKV, ModelShape, Norms, ScoreModifier, Scores
 from outrider.backends.cpu import build, candidates, lora, structs, threads
 from outrider.backends.cpu.bindings import STRUCTS, declare
 from outrider.backends.cpu.fused import CpuFusedModel, Stack
@@ -30,6 +22,7 @@ from outrider.backends.cpu.recurrence import CpuRecurrence
 from outrider.backends.cpu.rules import Distributions, TreeVerifier
 from outrider.backends.cpu.structs import StepView, address
 from outrider.backends.launch import AttentionShape, Call, Launched, launched
+from outrider.backends.layer import DecoderLayer, LayerExperts
 from outrider.cache.pool import Pool
 from outrider.core.limits import check_attention
 from outrider.core.lora import Adapted, LayerSizes, Runs

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from outrider.backends.base import DecoderLayer
 from outrider.backends.cpu.bindings import STRUCTS
+from outrider.backends.layer import DecoderLayer
 from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule, hidden_of

@@ -20,9 +20,7 @@ from torch import Tensor
 from outrider.backends import candidates, rules
 from outrider.backends.base import (
     Backend,
-    DecoderLayer,
     FusedModel,
-    LayerExperts,
     LayerKV,
     ModelShape,
     Norms,
@@ -31,6 +29,7 @@ from outrider.backends.base import (
     TopNext,
 )
 from outrider.backends.launch import AttentionShape, Call, Launched, launched
+from outrider.backends.layer import DecoderLayer, LayerExperts
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
 from outrider.backends.torch.recurrence import TorchRecurrence

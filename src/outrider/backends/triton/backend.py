@@ -13,14 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.backends.base import (
-    DecoderLayer,
-    LayerExperts,
-    LayerKV,
-    ModelShape,
-    Scores,
-)
+from outrider.backends.base import LayerKV, ModelShape, Scores
 from outrider.backends.launch import AttentionShape, Call, Launched
+from outrider.backends.layer import DecoderLayer, LayerExperts
 from outrider.backends.torch.backend import Stack, TorchBackend
 from outrider.backends.triton import attention, elementwise, experts, graphs, jobs, linear, picking
 from outrider.backends.triton.fused import TritonFusedModel

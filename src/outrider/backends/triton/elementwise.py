@@ -1,4 +1,4 @@
-"""Norms, activations, caps, and rotary embedding with the store of K and V.  One row, or a part, a program."""
+"""Norms, activations, caps, and rotary embedding that stores K and V.  One row, or a part, a program."""
 
 from __future__ import annotations
 

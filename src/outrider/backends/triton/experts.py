@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.backends.base import LayerExperts
+from outrider.backends.layer import LayerExperts
 from outrider.backends.triton.elementwise import silu_mul
 from outrider.backends.triton.linear import (
     FEW,
