@@ -36,7 +36,7 @@ static void *found(const char *library, const char *name) {
 
 #define KERNELS(F)                                                                                           \
     F(set_threads)                                                                                           \
-    F(linear) F(linear_with_maxima) F(embed) F(rms_norm) F(silu_mul) F(pair) F(rope_store) F(attend)         \
+    F(linear) F(linear_with_maxima) F(embed) F(rms_norm) F(silu_mul) F(clamped_mul) F(pair) F(rope_store) F(attend)         \
         F(stack) F(read_model) F(chain) F(pick) F(picks) F(probabilities) F(sample_children) F(verify_trees) \
             F(add_lora) F(grow) F(keep) F(runs_extend) F(runs_find)
 #define DECLARE(name) static __typeof__(name) *do_##name;
@@ -69,8 +69,11 @@ static void print(const char *name, int number, const void *data, int64_t bytes)
     printf("%s-%d %08x%08x\n", name, number, (unsigned)(hash >> 32), (unsigned)hash);
 }
 
+enum { LEVELS = INT4 + 1 }; /* int4 with levels, and without offsets */
+
 /* A packed weight.  Integers have scales of 2^-8 to 2^-7 in half precision. */
 static Weight weight(int64_t outputs, int64_t inputs, int kind, int rounds) {
+    static const int8_t NUMBERS[16] = {-127, -12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 126};
     const int64_t wide = (outputs + 63) / 64 * 64, groups = inputs / 32;
     Weight w = {.bias = floats(outputs, 1), .kind = kind, .group = 32, .unit = 0.5f, .rounds_inputs = rounds};
     if (kind == FLOAT32) {
@@ -81,13 +84,15 @@ static Weight weight(int64_t outputs, int64_t inputs, int kind, int rounds) {
         for (int64_t i = 0; i < wide * inputs; i++) memcpy(to + i, (const char *)(x + i) + 2, 2);
         w.data = to;
     } else {
-        const int64_t values = 32 * 32 * (kind == INT8 ? 8 : 4) / 8, block = values + 32 * 2 * 2;
+        const int64_t values = 32 * 32 * (kind == INT8 ? 8 : 4) / 8, rows = kind == LEVELS ? 32 : 64;
+        const int64_t block = values + rows * 2;
         uint8_t *to = space(wide / 32 * groups * block);
-        w.has_offsets = 1;
+        w.has_offsets = kind != LEVELS;
+        if (kind == LEVELS) w.kind = INT4, w.levels = NUMBERS;
         w.data = to;
         for (int64_t b = 0; b < wide / 32 * groups; b++, to += block) {
             for (int64_t i = 0; i < values; i++) to[i] = (uint8_t)(random_bits() >> 9);
-            for (int64_t i = 0; i < 64; i++) {
+            for (int64_t i = 0; i < rows; i++) {
                 const uint16_t half = (uint16_t)(0x1c00 + (random_bits() & 0x3ff));
                 memcpy(to + values + 2 * i, &half, 2);
             }
@@ -99,10 +104,10 @@ static Weight weight(int64_t outputs, int64_t inputs, int kind, int rounds) {
 /* ---- linears and small kernels */
 
 static void check_linears(void) {
-    static const int KINDS[] = {FLOAT32, BFLOAT16, BFLOAT16, INT8, INT4},
+    static const int KINDS[] = {FLOAT32, BFLOAT16, BFLOAT16, INT8, INT4, LEVELS},
                      ROW_COUNTS[] = {1, 2, 5, 16, 17, 70};
     const float *x = floats(70 * HIDDEN, 1);
-    for (int k = 0; k < 5; k++) {
+    for (int k = 0; k < 6; k++) {
         const Weight w = weight(130, HIDDEN, KINDS[k], k == 2);
         for (int r = 0; r < 6; r++) {
             const int64_t rows = ROW_COUNTS[r];
@@ -126,6 +131,8 @@ static void check_elementwise(void) {
     print("rms_norm", 0, y, ROWS * 101 * 4);
     do_silu_mul(x, ROWS, 101, y);
     print("silu_mul", 0, y, ROWS * 101 * 4);
+    do_clamped_mul(x, ROWS, 101, 1.7f, 2, y);
+    print("clamped_mul", 0, y, ROWS * 101 * 4);
     const Weight w = weight(130, HIDDEN, BFLOAT16, 0);
     do_pair(&w, ids, 3, HIDDEN, x, HIDDEN, norm, norm + 5, 1e-5f, y);
     print("pair", 0, y, 3 * 2 * HIDDEN * 4);
@@ -218,12 +225,13 @@ static Layer layer_of_experts(int kind, int rounds) {
     return made;
 }
 
-enum { DENSE, EXPERTS, GEMMA }; /* GEMMA: GELU, soft caps, norms of what is added, scaled embeddings */
+/* GEMMA: GELU, soft caps, norms of what is added, scaled embeddings.  OSS: sinks, clamped gates of experts */
+enum { DENSE, EXPERTS, GEMMA, OSS };
 
 static void check_model(int kind, int family) {
-    static const char *const NAMES[] = {"model", "experts", "libm-gemma"},
-                             *const POOL_NAMES[] = {"model-pool", "experts-pool", "libm-gemma-pool"};
-    const int has_experts = family == EXPERTS, is_gemma = family == GEMMA;
+    static const char *const NAMES[] = {"model", "experts", "libm-gemma", "oss"},
+                             *const POOL_NAMES[] = {"model-pool", "experts-pool", "libm-gemma-pool", "oss-pool"};
+    const int has_experts = family == EXPERTS || family == OSS, is_gemma = family == GEMMA;
     const int half = kind != FLOAT32;
     int64_t head_bytes;
     char *kv = pool(half ? BFLOAT16 : FLOAT32, &head_bytes);
@@ -235,6 +243,7 @@ static void check_model(int kind, int family) {
         layers[i].rotary = floats(POSITIONS * HEAD_DIM, 1);
         layers[i].window = i ? 0 : 9;
     }
+    for (int i = 0; family == OSS && i < LAYERS; i++) layers[i].sinks = floats(HEADS, 2);
     const ModelShape shape = {.layers = LAYERS,
                               .hidden = HIDDEN,
                               .inner = INNER,
@@ -250,6 +259,8 @@ static void check_model(int kind, int family) {
                               .expert_inner = INNER,
                               .is_gelu = is_gemma,
                               .cap = is_gemma ? 5 : 0,
+                              .gate_slope = 1.7f,
+                              .gate_limit = family == OSS ? 2 : 0,
                               .eps = 1e-5f,
                               .scale = 0.2f,
                               .rotary = floats(POSITIONS * HEAD_DIM, 1)};
@@ -357,8 +368,8 @@ int main(int count, char **arguments) {
         check_linears();
         check_elementwise();
         check_attention();
-        for (int kind = FLOAT32; kind <= INT4; kind++)
-            for (int family = DENSE; family <= GEMMA; family++) check_model(kind, family);
+        for (int kind = FLOAT32; kind <= LEVELS; kind++)
+            for (int family = DENSE; family <= OSS; family++) check_model(kind, family);
         check_sampling();
         check_trees();
     }

@@ -29,19 +29,34 @@ def backend_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 class Layer:
     """A layer whose attention is skipped, and the dense weights of its experts."""
 
-    def __init__(self, backend: Any, chosen: int, normalized: bool = True, bits: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: Any,
+        chosen: int,
+        normalized: bool = True,
+        bits: int | None = None,
+        clamp: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """clamp: slope and limit of clamped gates; such a layer has biases, too."""
         torch.manual_seed(chosen)
-        self.backend, self.chosen, self.normalized = backend, chosen, normalized
+        self.backend, self.chosen, self.normalized, self.clamp = backend, chosen, normalized, clamp
         self.router = torch.randn(EXPERTS, H)
+        sizes = (EXPERTS, (EXPERTS, 2 * INNER), (EXPERTS, H))
+        self.biases = [torch.randn(size) * (clamp[1] > 0) for size in sizes]
         self.gate_up = [torch.randn(2 * INNER, H) * H**-0.5 for _ in range(EXPERTS)]
         self.down = [torch.randn(H, INNER) * INNER**-0.5 for _ in range(EXPERTS)]
-        pack = backend.pack if bits is None else lambda weight: backend.pack(quantize(weight, bits))
+
+        def pack(weight: Tensor, bias: Tensor) -> Any:
+            few = weight if bits is None else quantize(weight, bits)
+            return backend.pack(few, bias if clamp[1] else None)
+
         experts = LayerExperts(
-            backend.pack(self.router),
-            [pack(weight) for weight in self.gate_up],
-            [pack(weight) for weight in self.down],
+            backend.pack(self.router, self.biases[0] if clamp[1] else None),
+            list(map(pack, self.gate_up, self.biases[1])),
+            list(map(pack, self.down, self.biases[2])),
             chosen,
             normalized,
+            *clamp,
         )
         names: Any = dict.fromkeys(("qkv", "o", "gate_up", "down", "norm_in", "q_norm", "k_norm"))
         sizes: Any = {"heads": 4, "kv_heads": 2, "head_dim": 16, "eps": EPS}
@@ -60,11 +75,15 @@ class Layer:
         """The definition in float64, row by row."""
         out = x.double()
         for row, states in enumerate(F.rms_norm(x.double(), (H,), self.norm.double(), EPS)):
-            probs = torch.softmax(self.router.double() @ states, dim=0)
+            probs = torch.softmax(self.router.double() @ states + self.biases[0], dim=0)
             weights, experts = probs.topk(self.chosen)
             for weight, e in zip(weights / weights.sum() if self.normalized else weights, experts):
-                gate, up = (self.gate_up[e].double() @ states).chunk(2)
-                out[row] += weight * (self.down[e].double() @ (F.silu(gate) * up))
+                gate, up = (self.gate_up[e].double() @ states + self.biases[1][e]).chunk(2)
+                inner = F.silu(gate) * up
+                if limit := self.clamp[1]:
+                    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                    inner = gate * torch.sigmoid(self.clamp[0] * gate) * (up + 1)
+                out[row] += weight * (self.down[e].double() @ inner + self.biases[2][e])
         return out
 
 
@@ -78,15 +97,25 @@ def test_experts_are_those_of_the_definition(kind: str, chosen: int, normalized:
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("limit", [0.7, 7.0])
+def test_clamped_gates_and_biases_are_those_of_the_definition(kind: str, limit: float) -> None:
+    layer, x = Layer(backend_of(kind), 3, clamp=(1.702, limit)), torch.randn(9, H)
+    near(layer(x), layer.expected(x), 1e-4)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("clamp", [(0.0, 0.0), (1.7, 0.9)], ids=["silu", "clamped"])
 @pytest.mark.parametrize(
     ("dtype", "bits"),
     [(torch.float32, None), (torch.bfloat16, None), (torch.float32, 8), (torch.bfloat16, 4)],
 )
-def test_row_is_bit_identical_among_any_others(kind: str, dtype: torch.dtype, bits: int | None) -> None:
+def test_row_is_bit_identical_among_any_others(
+    kind: str, dtype: torch.dtype, bits: int | None, clamp: tuple[float, float]
+) -> None:
     backend = backend_of(kind, dtype)
     if not backend.exact:
         pytest.skip("promises nothing")
-    layer, x = Layer(backend, 3, bits=bits), torch.randn(70, H).to(backend.activations)
+    layer, x = Layer(backend, 3, bits=bits, clamp=clamp), torch.randn(70, H).to(backend.activations)
     together = layer(x)
     order = torch.randperm(70)
     assert torch.equal(layer(x[order]), together[order])
@@ -119,8 +148,9 @@ def test_experts_of_equal_logits_are_chosen_by_number() -> None:
 
 
 @needs_c
-def test_a_row_without_numbers_has_experts_too() -> None:
-    layer, x = Layer(c_backend(), 3), torch.randn(4, H)
+@pytest.mark.parametrize("clamp", [(0.0, 0.0), (1.7, 0.9)], ids=["silu", "clamped"])
+def test_a_row_without_numbers_has_experts_too(clamp: tuple[float, float]) -> None:
+    layer, x = Layer(c_backend(), 3, clamp=clamp), torch.randn(4, H)
     x[2] = float("nan")
     found = layer(x)
     assert found[2].isnan().all() and torch.equal(found[:2], layer(x[:2])) and found[3].isfinite().all()

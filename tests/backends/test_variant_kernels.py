@@ -30,6 +30,25 @@ def test_gelu_is_that_of_torch_and_each_row_its_own(width: int) -> None:
     near(gelu_mul(ends), torch.tensor([[0.0, 90.0]]))
 
 
+@needs_c
+@pytest.mark.parametrize("width", [1, 15, 64, 101])
+def test_clamped_gates_are_those_of_the_definition_and_each_row_its_own(width: int) -> None:
+    def clamped(x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(len(x), x.shape[1] // 2)
+        c_backend().lib.clamped_mul(x.data_ptr(), len(x), y.shape[1], 1.702, 3.0, y.data_ptr())
+        return y
+
+    x = torch.randn(9, 2 * width) * 4
+    found = clamped(x)
+    gate, up = x.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=3), up.clamp(-3, 3)
+    near(found, gate * torch.sigmoid(1.702 * gate) * (up + 1))
+    assert all(torch.equal(clamped(x[r : r + 1].clone())[0], found[r]) for r in range(9))
+    ends = torch.tensor([[-90.0, 90.0, 1.0, -50.0, 2.0, 2.0, 50.0, 2.0]])
+    assert clamped(ends)[0, [0, 1]].tolist() == pytest.approx([0.0, 3 * 3 / (1 + 2.718281828**-5.106)])
+    assert clamped(torch.full((1, 2), float("nan"))).isnan().all()
+
+
 def test_no_rows() -> None:
     backend = TorchBackend(CPU, torch.float32)
     assert backend.gelu_mul(torch.empty(0, 8)).shape == (0, 4)

@@ -101,7 +101,7 @@ def test_families_whose_blocks_are_those_of_llama(tmp_path: Path) -> None:
         family = name.removesuffix("ForCausalLM")
         if family == "MiMo":  # has no config in transformers: Qwen2's decoder
             continue
-        experts = EXPERTS if family in ("Mixtral", "Qwen3Moe") else {}
+        experts = EXPERTS if family in ("Mixtral", "Qwen3Moe", "GptOss") else {}
         folder = tiny_checkpoint(tmp_path / family, "Gemma3Text" if family == "Gemma3" else family, **experts)
         spec = Checkpoint.open(folder).spec
         assert isinstance(spec, Spec) and spec.like_llama == (name in LIKE_LLAMA), name

@@ -119,6 +119,14 @@ def published(pre: str) -> tuple[Any, Any]:
             r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
             r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         ), None
+    if pre == "gpt-4o":
+        return split(
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ), None
     assert pre == "qwen2"
     return split(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -126,7 +134,7 @@ def published(pre: str) -> tuple[Any, Any]:
     ), normalizers.NFC()
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken", "gpt-4o", "qwen2"])
 def test_byte_level_ids_and_texts(pre: str, tmp_path: Path) -> None:
     source = trained(*published(pre))
     ours = read_tokenizer(file_of(tmp_path / "m.gguf", pre=pre, add_bos_token=False, **fields_of(source)))
@@ -271,6 +279,15 @@ def test_ending_ids_come_from_the_metadata_and_from_well_known_control_tokens(tm
         6,
     }  # "<|eot_id|>" is an ordinary word here
     assert read_end_tokens(file_of(tmp_path / "n.gguf", model="none")) == frozenset()
+
+
+def test_the_end_of_a_message_of_gpt_oss_is_no_end_of_the_text(tmp_path: Path) -> None:
+    """Its answer follows what it thinks."""
+    tokens = ["a", "<|end|>", "<|return|>", "<|call|>"]
+    common: dict[str, Any] = {"token_type": [1, 3, 3, 3], "scores": [0.0] * 4, "eos_token_id": 2}
+    assert read_end_tokens(file_of(tmp_path / "m.gguf", tokens=tokens, **common)) == {2, 3}
+    tokens[3] = "b"
+    assert read_end_tokens(file_of(tmp_path / "n.gguf", tokens=tokens, **common)) == {1, 2}
 
 
 def test_a_file_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
+from outrider.config import EngineOptions
 from outrider.core.step_input import StepInput
 from outrider.draft.mtp import Mtp
 from outrider.errors import ModelError
+from outrider.inspect.card import card_of
 from outrider.testing import tiny_checkpoint
 
 HIDDEN, LAYERS = 64, 2
@@ -126,6 +128,11 @@ def test_text_is_that_of_plain_decoding(folder: Path, tree: str) -> None:
     drafted = llm.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
     assert all(o.speculation.drafted for o in drafted)
+
+
+def test_a_card_names_the_layers_that_a_checkpoint_ships(folder: Path) -> None:
+    assert card_of(EngineOptions(str(folder))).prediction_layers == 1
+    assert card_of(EngineOptions("builtin")).prediction_layers == 0
 
 
 def test_layers_of_another_family_are_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import oss_files
 import pytest
 import torch
 from helpers import answer, check_speculation, text_logits, token_prompts, write_adapter
@@ -33,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0, "num_hidden_layers": 3},
     ),
     "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": KINDS, "num_hidden_layers": 3}),
+    "gpt-oss": ("GptOss", oss_files.CONFIG),
 }
 SAMPLED = SamplingParams(temperature=0.8, seed=4, max_tokens=24, ignore_eos=True)
 

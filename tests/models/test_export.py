@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import oss_files
 import pytest
 import torch
 from helpers import text_logits
@@ -104,6 +105,13 @@ def test_back_in_bfloat16_transformers_reads_it(tmp_path: Path) -> None:
         assert torch.equal(
             stored[name], expected.dense() if isinstance(expected, QuantizedWeight) else expected
         )
+
+
+def test_joined_experts_are_refused(tmp_path: Path) -> None:
+    source = oss_files.checkpoint(tmp_path / "source")
+    with pytest.raises(ModelError, match=r"experts of .*source' \(GptOssForCausalLM\) cannot be written"):
+        write(source, tmp_path / "out", 8)
+    assert not (tmp_path / "out").exists()
 
 
 def test_unsupported_sources_and_bits_are_refused(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ SCALED = {  # where in a block the float16 scales lie
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
     "Q4_K": [0, 2],
     "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "IQ3_S": [0], "IQ2_XS": [0], "TQ2_0": [64],
+    "MXFP4": [],
 }  # fmt: skip
 
 
@@ -34,6 +35,8 @@ def random_blocks(kind: str, shape: tuple[int, int], seed: int, size: float = 1.
     """Bytes of a tensor: every bit random, but for the scales, whose size is that of a weight."""
     rng, (weights, width) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[Kind[kind]]
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // weights, width), dtype=np.uint8)
+    if kind == "MXFP4":  # a power of two in a byte
+        blocks[:, 0] = rng.integers(120, 124, len(blocks)) + int(np.log2(size))
     for at in SCALED[kind]:
         blocks[:, at : at + 2] = rng.uniform(0.5, 1, (len(blocks), 1)).astype(np.float16).view(np.uint8)
     peak = np.abs(gguf.dequantize(blocks, Kind[kind])).max()
@@ -63,7 +66,7 @@ NAMES = {
 ARCHITECTURE = {
     "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "llama", "Qwen3MoeForCausalLM": "qwen3moe", "GemmaForCausalLM": "gemma",
-    "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3",
+    "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss",
 }  # fmt: skip
 
 

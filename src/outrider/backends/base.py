@@ -1,9 +1,8 @@
 """Interface of a backend: the operations under the decoder, the attention and the sampler, for one device.
 
 `backends/cpu` calls compiled C kernels, `backends/triton` has those of CUDA devices.  `backends/torch` is
-the reference.  It serves every other device, machines without a compiler, and the tests.  Optional parts are
-declared: `Backend.fused`, `verifier`, `distributions`, `pick_next` and `top_next` are None if a backend has
-none.
+the reference.  It serves every other device, machines without a compiler, and the tests.  Optional parts,
+`fused` to `top_next` of `Backend`, are None if a backend has none.
 
 Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary,
 M rows with logits.
@@ -47,14 +46,16 @@ class ModelShape(LayerSizes, Protocol):
 class LayerExperts:
     """MLPs of which every row has the `chosen` best by the router's softmax, weighted by it.
 
-    normalized: whether the weights of a row's experts are divided by their sum
+    gate_limit: not 0: gate and up are clamped, and gate * sigmoid(gate_slope * gate) * (up + 1) is taken
     """
 
     router: Any  # [experts, hidden]
     gate_up: Any  # of every expert, [2 inner, hidden]; a list, or as `Backend.pack_experts` has it
     down: Any  # [hidden, inner]
     chosen: int
-    normalized: bool
+    normalized: bool  # whether the weights of a row's experts are divided by their sum
+    gate_slope: float = 0.0
+    gate_limit: float = 0.0
 
 
 @dataclass
@@ -62,12 +63,10 @@ class DecoderLayer:
     """Weights of one decoder block (`AttentionShape`), packed by the backend that runs it.
 
     norm_in: None if the caller computes the input of `qkv`
-    norm_post, gate_up, down: None in a block without an MLP, which runs with that skipped
-    window:  attention window in tokens, 0 for all keys
-    experts: in place of `gate_up` and `down`, which are None then
+    norm_post, gate_up, down: None in a block without an MLP, which is skipped; the last two, with `experts`
     norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
     rotations: of this layer alone, as in `rope_store`; None for those of the stack
-    scale:   factor of attention scores.  cap: their soft cap, or 0.  gelu: GELU (tanh) in place of SiLU
+    window, scale, cap, sinks: as in `Scores` and `ScoreModifier`.  gelu: GELU (tanh) in place of SiLU
     """
 
     norm_in: Any  # Tensor
@@ -90,6 +89,7 @@ class DecoderLayer:
     rotations: Tensor | None = None
     cap: float = 0.0
     gelu: bool = False
+    sinks: Tensor | None = None
 
 
 class LayerKV(NamedTuple):

@@ -41,6 +41,7 @@ ROPE = _table(
     (THETA, "rope_theta"),
     (SHARE, "partial_rotary_factor"),
     (real(1, 1 << 24), "original_max_position_embeddings"),
+    (FLAG, "truncate"),
 )
 ROPE |= _table((Section(ROPE), "full_attention sliding_attention"))  # one per kind of layer
 
@@ -97,6 +98,7 @@ CONFIG = _TOKENS | _table(
     (CAP, "attn_logit_softcapping final_logit_softcapping"),
     (_DIMENSION, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
     (whole(0, 1 << 24), "moe_intermediate_size"),
+    (POSITIVE, "swiglu_alpha swiglu_limit"),
     (LAYER_COUNT, "decoder_sparse_step"),
     (each(whole(0, MOST_LAYERS), MOST_LAYERS), "mlp_only_layers"),
     (FLAG, "norm_topk_prob"),

@@ -22,10 +22,10 @@ from outrider.checkpoints.gguf import tokenizer as gguf_tokenizer
 from outrider.checkpoints.gguf.file import GgufFile, find_in_folder
 from outrider.checkpoints.gguf.weights import GgufWeights
 from outrider.checkpoints.grown import INNER, LAYERS, Grown, grown_config
+from outrider.checkpoints.joined_experts import open_source
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.plain_config import plain_config
 from outrider.checkpoints.plain_tokenizer import plain_tokenizer
-from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.spec import SAME_DECODER, Facts, Spec, lean
 from outrider.checkpoints.text_part import has_text_part, text_part
 from outrider.checkpoints.validate import read_json
@@ -39,6 +39,7 @@ BUILTIN = {"builtin": "target", "builtin-draft": "draft", GROWN: "target"}
 DOWNLOADED = ["*.json", "*.safetensors", "*.bin", "tokenizer*", "*.jinja", "*.model", "*.txt"]
 PROJECTOR = "*mmproj*"  # GGUF files that read images for a language model
 NOT_DOWNLOADED = ["*optimizer*", "*scheduler.pt", "rng_state*", "training_args*"]  # written by trainers
+COPIES = ["original/*", "metal/*"]  # folders of gpt-oss: the same weights for other programs
 PROCESSOR_TEMPLATE = "chat_template.json"  # of older checkpoints that also read images
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -112,7 +113,7 @@ def _download_gguf(name: str, revision: str | None) -> Path:
 
 def download(name: str, revision: str | None = None, also: Sequence[str] = ()) -> Path:
     """The folder of a hub id in the hub's own cache.  `also`: patterns of files besides those of a model."""
-    return _download(name, revision, [*DOWNLOADED, *also], NOT_DOWNLOADED)
+    return _download(name, revision, [*DOWNLOADED, *also], [*NOT_DOWNLOADED, *COPIES])
 
 
 def _download(name: str, revision: str | None, wanted: list[str], left: list[str]) -> Path:
@@ -241,7 +242,7 @@ class Checkpoint:
             assert isinstance(self.spec, Spec)
             return GgufWeights(self.gguf, self.spec)
         files = open_weights(self.folder)
-        weights: Source = files if self.scheme is None else quantized(files, self.scheme)
+        weights = open_source(files, self.scheme)
         return weights if self.small is None else Grown(weights, self.small)
 
 

@@ -12,7 +12,7 @@ from outrider.core.validate import is_whole
 from outrider.errors import ModelError
 
 CURE = (
-    "load the unquantized checkpoint, or one in GGUF, AWQ (gemm), GPTQ, fp8 (e4m3) "
+    "load the unquantized checkpoint, or one in GGUF, AWQ (gemm), GPTQ, fp8 (e4m3), mxfp4 "
     "or compressed-tensors (pack-, int- or float-quantized)."
 )
 
@@ -176,4 +176,5 @@ READERS: dict[str, Callable[[dict[str, Any]], Scheme]] = {
     "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": lambda settings: Scheme("mxfp4", frozenset({Size(4, 32)}), True),  # of experts alone
 }

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.mxfp4 import METHOD
 from outrider.checkpoints.packed import Layout, PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.weights import Weights
@@ -29,6 +30,8 @@ STORED = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 
 def quantized(files: Weights, scheme: Scheme) -> PackedWeights | ScaledWeights:
     """The tensors of a checkpoint that is quantized so."""
+    if scheme.method == METHOD:
+        raise ModelError("weights in MXFP4 are read where they are those of gpt-oss's experts only.")
     return ScaledWeights(files, scheme) if scheme.scales else PackedWeights(files, scheme)
 
 

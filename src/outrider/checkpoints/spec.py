@@ -33,6 +33,7 @@ FAMILIES = {
     "MiMoForCausalLM": "MiMo-7B",
     "Qwen3MoeForCausalLM": "Qwen3-MoE",
     "MixtralForCausalLM": "Mixtral",
+    "GptOssForCausalLM": "gpt-oss",
     "GemmaForCausalLM": "Gemma 1",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
@@ -58,7 +59,7 @@ STATEFUL = (
     "falcon_mamba", "bamba", "nemotron_h", "kimi_linear", "zaya",
 )  # fmt: skip
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-WITH_EXPERTS = ("mixtral", "qwen3_moe")  # model types
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
 EXPERT_COUNT = whole(1, MAX_EXPERTS)
@@ -120,7 +121,7 @@ class Experts:
             return None
         count = _size(config, "num_local_experts", EXPERT_COUNT)
         chosen = _size(config, "num_experts_per_tok", whole(1, count))
-        if config.model_type == "mixtral":
+        if config.model_type in ("mixtral", "gpt_oss"):
             return Experts(count, chosen, _size(config, "intermediate_size", INNER), True, (True,) * layers)
         step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
         sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
@@ -139,6 +140,8 @@ class DecoderVariant:
     query_scalar:    attention scores are divided by its root; 0: by that of the head's dimensions
     score_cap, logit_cap: soft caps of attention scores and of logits, or 0
     ropes[i]:        key of layer i's set in rope_parameters; empty: there is one set for all
+    sinks:           every head has an attention sink (`ScoreModifier`)
+    gate_slope, gate_limit: as in `LayerExperts`
     """
 
     gelu: bool = False
@@ -149,10 +152,17 @@ class DecoderVariant:
     score_cap: float = 0.0
     logit_cap: float = 0.0
     ropes: tuple[str, ...] = ()
+    sinks: bool = False
+    gate_slope: float = 0.0
+    gate_limit: float = 0.0
 
     @staticmethod
     def of(config: Any, kinds: Sequence[str]) -> DecoderVariant:
         """kinds: of every layer, as in layer_types."""
+        if config.model_type == "gpt_oss":
+            # older versions of transformers have the two as constants
+            slope, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+            return DecoderVariant(sinks=True, gate_slope=slope, gate_limit=limit)
         if not config.model_type.startswith("gemma"):
             return DecoderVariant()
         scale = config.hidden_size**0.5

@@ -129,6 +129,15 @@ class Weights:
     def weight(self, name: str) -> Tensor | QuantizedWeight:
         return self.raw(name)
 
+    def entry(self, name: str, index: int) -> Tensor:
+        """Entry `index` of the first dimension of a tensor; of a safetensors file no other is read."""
+        path, key = self.where[name], self.name_in_file(name)
+        if path.suffix != SAFE:
+            return self.raw(name)[index]
+        with _open_safetensors(path) as file, _naming(path, key):
+            part: Tensor = file.get_slice(key)[index]
+            return part
+
     def raw(self, name: str) -> Tensor:
         """The tensor as stored.  Raises ModelError if it is missing."""
         if name not in self.where:

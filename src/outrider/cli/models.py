@@ -120,6 +120,8 @@ def _model(card: Card) -> Description:
         "context": f"{card.context:,} tokens",
         "chat template": "yes" if card.chat_template else "no",
     }
+    if card.prediction_layers:
+        rows["prediction layers"] = f'{card.prediction_layers}, which {{"method": "mtp"}} drafts with'
     if card.mask_token is not None:
         rows["draft model"] = f"drafts in one forward (PARD), with the mask token {card.mask_token}"
     if not card.refused:

@@ -17,16 +17,17 @@ import torch
 from outrider.cache.pool import Pool, kv_dtype
 from outrider.checkpoints.gguf import blocks
 from outrider.checkpoints.grown import LAYER
-from outrider.checkpoints.heads import builtin
+from outrider.checkpoints.heads import Head, builtin
 from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
+from outrider.checkpoints.joined_experts import open_quantized
 from outrider.checkpoints.names import ROUTER
 from outrider.checkpoints.quantize import GROUP, bits_of
-from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.spec import Spec, largest
 from outrider.checkpoints.weights import SAFE, Weights, open_weights
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
 from outrider.core.quantized import QuantizedWeight
+from outrider.draft import mtp
 from outrider.draft.datastore.store import BUILTIN as STORES
 from outrider.draft.draft_model.one_pass import MASK
 from outrider.engine.memory import free_memory
@@ -39,6 +40,8 @@ NAMES = {  # safetensors -> torch
     "BOOL": "bool",
 }  # fmt: skip
 ADDED = "added while loading"  # kind of the weights that a grown checkpoint has in memory only
+# keys of a config with the number of prediction layers
+LAYER_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 OUTER = ("model.embed_tokens.weight", "lm_head.weight")  # these keep 8 bits where the others get fewer
 
 
@@ -60,6 +63,7 @@ class Card:
     stored_as: dict[str, int]  # type -> weights
     chat_template: bool
     mask_token: int | None = None  # of a draft model that drafts all tokens in one forward
+    prediction_layers: int = 0  # for the method `mtp`
     dtype: str = ""  # of the computation
     weight_bytes: int = 0
     token_bytes: int = 0  # K/V of one token
@@ -118,6 +122,8 @@ def card_of(options: EngineOptions) -> Card:
     in_gguf = gguf and gguf.metadata.get("tokenizer.chat_template")
     templated = bool(in_gguf) if gguf else _has_template(checkpoint.tokenizer_folder)
     memory = _memory(options, checkpoint, stored)
+    if gguf is None:
+        about["prediction_layers"] = _prediction_layers(checkpoint.folder, checkpoint.config)
     return Card(**about, runs_on=runs_on, refused=None, chat_template=templated, **memory)
 
 
@@ -212,16 +218,16 @@ def _parts(options: EngineOptions, checkpoint: Checkpoint | None) -> Iterator[St
     weights = open_weights(locate(options.model, options.revision))
     if checkpoint is None or checkpoint.scheme is None:
         for name, shape, kind in headers(weights):
-            yield Stored(name, count(shape), kind, len(shape) == 1)
+            yield Stored(name, count(shape), kind, _is_vector(name, shape))
         return
-    scheme, packed = checkpoint.scheme, quantized(weights, checkpoint.scheme)
+    scheme, packed = checkpoint.scheme, open_quantized(weights, checkpoint.scheme)
     for name in packed.layer_of:
         bits = packed.bits([name])  # None: it is expanded
         few = _few(bits, min(scheme.sizes).group, not scheme.symmetric) if bits else None
         yield Stored(name, count(packed.shape(name)), f"{scheme.method} in {bits or 8} bits", False, few)
     for name, shape, kind in headers(weights):
         if name in packed and name not in packed.layer_of:
-            yield Stored(name, count(shape), kind, len(shape) == 1)
+            yield Stored(name, count(shape), kind, _is_vector(name, shape))
 
 
 def _grown(parts: Iterator[Stored], small: Spec, spec: Spec) -> Iterator[Stored]:
@@ -280,6 +286,11 @@ def headers(weights: Weights) -> Iterator[Header]:
                 yield Header(name, tuple(part.get_shape()), kind)
 
 
+def _is_vector(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor stays in float32: a norm or a bias, also one of all experts of a layer."""
+    return len(shape) == 1 or name.endswith("_bias")
+
+
 def count(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
@@ -290,3 +301,13 @@ def _has_template(folder: Path) -> bool:
     return any((folder / file).is_file() for file in files) or (
         settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
     )
+
+
+def _prediction_layers(folder: Path, config: Any) -> int:
+    """The number of prediction layers in a checkpoint, of which the config says that it has some."""
+    if not any(getattr(config, key, None) for key in LAYER_COUNTS):
+        return 0
+    head = Head.open(str(folder))
+    if mtp.FORMAT.layout_of(head) is None:
+        return 0
+    return sum(name.endswith(".eh_proj.weight") for name in mtp.FORMAT.renamed(head))

@@ -1,4 +1,4 @@
-"""The lean decoder: Llama, Mistral, Qwen2, Qwen3, Gemma and mixtures of experts as one class with flags.
+"""The lean decoder: Llama, Mistral, Qwen2, Qwen3, Gemma, gpt-oss and others as one class with flags.
 
 Pre-norm blocks with fused projections and residual stream x.  `StepInput` holds the rows and their visible
 keys, `Pool` the K/V.  The backend provides the operations.

@@ -15,6 +15,8 @@ from outrider.core.quantized import QuantizedWeight
 from outrider.core.ragged import Ragged
 
 EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up|down)_proj$")  # transformers joins all experts of a layer
+# of gpt-oss, whose files have them so, too
+INTERLEAVED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
 # Families whose files have the experts one by one, and the names there where they are not ours.
 PER_EXPERT: dict[str, dict[str, str]] = {
     "qwen3_moe": {},
@@ -43,13 +45,16 @@ def load_weights(
     layers: those of the checkpoint that the module has; None: all.  known: weights by the module's name that
     are not looked up, as files may have other names for them.
     """
-    source = checkpoint.tensors()
+    source, is_oss = checkpoint.tensors(), module.config.model_type == "gpt_oss"
     for name, own in module.named_parameters():
         parts = name.split(".")
         if layers is not None and parts[:2] == ["model", "layers"]:
             name = ".".join(["model.layers", str(layers[int(parts[2])]), *parts[3:]])
+        name = name.replace(".mlp.router.", ".mlp.gate.")
         if known and name in known:
             own.data.copy_(known[name])
+        elif is_oss and (found := INTERLEAVED.fullmatch(name)):
+            own.data.copy_(_interleaved(source, own, *found.groups()))
         elif EXPERTS.search(name):
             own.data.copy_(_experts(source, name, own))
         elif own.dim() == 2:
@@ -61,6 +66,21 @@ def load_weights(
 def _dense(source: Source, name: str, outputs: int, inputs: int) -> Tensor:
     weight = source.linear(name, outputs, inputs)
     return weight.dense() if isinstance(weight, QuantizedWeight) else weight
+
+
+def _interleaved(source: Source, own: Tensor, prefix: str, joined: str, bias: str | None) -> Tensor:
+    """The joined experts of gpt-oss: weights [E, K, O] or biases [E, O]; outputs of gate and up alternate."""
+    parts = ("gate_proj", "up_proj") if joined == "gate_up" else ("down_proj",)
+    outputs, experts = own.shape[-1] // len(parts), []
+    for e in range(own.shape[0]):
+        names = [f"{prefix}.{e}.{part}" for part in parts]
+        if bias:
+            read = [source.get(f"{name}.bias", outputs) for name in names]
+        else:
+            read = [_dense(source, name, outputs, own.shape[1]) for name in names]
+        experts.append(torch.stack(read, dim=1).flatten(0, 1))
+    whole = torch.stack(experts)
+    return whole if bias else whole.transpose(1, 2)
 
 
 def _experts(source: Source, name: str, own: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.joined_experts import has_joined_experts
 from outrider.checkpoints.names import GPT, MIXTRAL, ROUTER
 from outrider.checkpoints.packed import MIDPOINT, PackedWeights
 from outrider.checkpoints.quantize import GROUP, quantize
@@ -82,6 +83,11 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
 def _check(checkpoint: Checkpoint, bits: int) -> None:
     if checkpoint.gguf is not None:
         raise ModelError(f"{checkpoint.name!r} is a GGUF file: give a folder with safetensors.")
+    if has_joined_experts(open_weights(checkpoint.folder)):
+        raise ModelError(
+            f"the experts of {checkpoint.name!r} ({checkpoint.spec.architecture}) cannot be written: give "
+            "quantization while loading instead."
+        )
     if checkpoint.small is not None:
         raise ModelError(f"{checkpoint.name!r} has no weights of its own: give 'builtin'.")
     if checkpoint.scheme is None:

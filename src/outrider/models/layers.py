@@ -66,6 +66,7 @@ class LayerReader:
             experts=experts,
             cap=spec.variant.score_cap,
             gelu=spec.variant.gelu,
+            sinks=self._sinks(backend, attention) if spec.variant.sinks else None,
         )
 
     def _norms(self, backend: Backend, prefix: str, attention: str, has_input: bool) -> dict[str, Any]:
@@ -88,6 +89,10 @@ class LayerReader:
             for norm, name in names.items()
         }
 
+    def _sinks(self, backend: Backend, attention: str) -> Tensor:
+        sinks = self.weights.get(f"{attention}.sinks", self.spec.heads)
+        return sinks.float().to(backend.device).contiguous()
+
     def _mlp(self, backend: Backend, mlp: str, inner: int) -> tuple[Weight, Weight]:
         """gate_up and down of a gated MLP."""
         gate_up = [(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]
@@ -101,7 +106,10 @@ class LayerReader:
         router = self._fused(backend, [(f"{mlp}.gate", experts.count)], self.spec.hidden, None)
         mlps = [self._mlp(backend, f"{mlp}.experts.{e}", experts.inner) for e in range(experts.count)]
         gate_up, down = [gate_up for gate_up, _ in mlps], [down for _, down in mlps]
-        return backend.pack_experts(LayerExperts(router, gate_up, down, experts.chosen, experts.normalized))
+        slope, limit = self.spec.variant.gate_slope, self.spec.variant.gate_limit
+        return backend.pack_experts(
+            LayerExperts(router, gate_up, down, experts.chosen, experts.normalized, slope, limit)
+        )
 
     def embedding(self, backend: Backend) -> Weight:
         return self._outer(backend, "model.embed_tokens")

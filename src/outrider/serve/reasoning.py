@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from outrider.core.reasoning import ReasoningMarkers
+from outrider.serve.harmony import HARMONY
 
 THINK = ReasoningMarkers("<think>", "</think>")
 NAMES_OF_THINK = (
@@ -14,6 +15,7 @@ PARSERS: Mapping[str, ReasoningMarkers] = {
     **dict.fromkeys(NAMES_OF_THINK, THINK),
     "granite": ReasoningMarkers("Here is my thought process:", "Here is my response:"),
     "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "openai_gptoss": HARMONY,
     "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
 }
 

@@ -11,6 +11,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.reasoning import ReasoningMarkers
 from outrider.errors import RequestError
 from outrider.serve.errors import ApiError, api_error
+from outrider.serve.harmony import HarmonyMarkers
 from outrider.serve.protocol import Classic, ResponseFormat, ResponsesBody, Sampling
 
 # parameters that a body has under the same name, but not with the same meaning
@@ -58,7 +59,9 @@ def params_of(
         raise ApiError(
             400, f"only one constraint on the output can be given, got {names}.", next(iter(forms))
         )
-    form = next(iter(forms.values()), None)
+    field, form = next(iter(forms.items()), ("", None))
+    if form and isinstance(markers, HarmonyMarkers) and "reasoning" not in form:
+        raise ApiError(400, f"{field} is not supported for messages of gpt-oss: leave it out.", field)
     given["structured_outputs"] = {"reasoning": markers, **form} if form and markers else form
     if body.speculation is not None:
         given["speculate"] = body.speculation.enabled and body.speculation.max_tokens != 0

@@ -116,11 +116,11 @@ class Server:
 
     @cached_property
     def has_special_markers(self) -> bool:
-        """Whether a marker of reasoning is a special token."""
+        """Whether a marker of reasoning is, or has, a special token."""
         if (markers := self.reasoning) is None:
             return False
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        return not special.isdisjoint(markers)
+        return any(token in marker for token in filter(None, special) for marker in markers)
 
     def started(self, engine: AsyncLLM) -> None:
         """Accept requests from now on.  Raises RequestError for an adapter that cannot be used."""

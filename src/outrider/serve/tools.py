@@ -1,9 +1,10 @@
-"""Formats of tool calls: those of Hermes and Qwen, Qwen3-Coder, Llama 3, Granite and Mistral."""
+"""Formats of tool calls: those of Hermes and Qwen, Qwen3-Coder, Llama 3, Granite, Mistral and gpt-oss."""
 
 from __future__ import annotations
 
 import re
 
+from outrider.serve.harmony import CALL, FINAL, read_calls
 from outrider.serve.tool_calls import Pieces, ToolCall, ToolParser, Tools, calls_in, end_of, listed, unmarked
 from outrider.serve.tool_xml import read_xml
 
@@ -57,6 +58,7 @@ PARSERS: dict[str, ToolParser] = {
     "qwen3_coder": XML,
     "qwen3_xml": XML,
     "granite": ToolParser(GRANITE, _granite),
+    "openai": ToolParser(CALL, read_calls),
 }
 
 
@@ -64,6 +66,8 @@ def parser_for(name: str, template: str) -> ToolParser:
     """The parser of a name; of "auto", by the markers in the chat template.  Hermes if there is none."""
     if name != "auto":
         return PARSERS[name]
+    if FINAL in template:
+        return PARSERS["openai"]
     if "[TOOL_CALLS]" in template:
         return PARSERS["mistral"]
     if "<function=" in template and "<parameter=" in template:

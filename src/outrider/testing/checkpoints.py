@@ -61,8 +61,8 @@ def random_model(family: str, config: dict[str, Any], seed: int = 0, vector_nois
     torch.manual_seed(seed)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(settings, attn_implementation=attention).to(torch.float32).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1 and vector_noise:
+    for name, parameter in model.named_parameters():
+        if vector_noise and (parameter.dim() == 1 or name.endswith("bias")):
             parameter.data.add_(torch.randn_like(parameter) * vector_noise)
     return model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 HEADERS = [Path(__file__).parent / "csrc" / name for name in ("kernels.h", "runs.h")]
-_SCALARS = ("char", "int", "int32_t", "int64_t", "uint64_t", "float", "double")
+_SCALARS = ("char", "int", "int8_t", "int32_t", "int64_t", "uint64_t", "float", "double")
 NUMBERS: dict[str, Any] = {name: getattr(ctypes, f"c_{name.removesuffix('_t')}") for name in _SCALARS}
 NUMBERS["void"] = None
 _STRUCT = re.compile(r"typedef struct \{([^}]*)\} (\w+);")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ class Packed:
     float32:  [O/64][K][64]
     bfloat16: [O/64][K/2][64][2]
     integers: see linear_int.c
+    levels:   int8 [16], see `QuantizedWeight`
     """
 
     data: Tensor
@@ -35,11 +38,13 @@ class Packed:
     offsets: bool = False
     unit: float = 1.0
     rounds_inputs: bool = False
+    levels: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.data = WEIGHTS.copy(self.data)
         bias = None if self.bias is None else self.bias.data_ptr()
-        form = self.kind, self.group, self.offsets, self.unit, self.rounds_inputs
+        levels = None if self.levels is None else self.levels.data_ptr()
+        form = self.kind, self.group, self.offsets, self.unit, self.rounds_inputs, levels
         self.c = STRUCTS["Weight"](self.data.data_ptr(), bias, *form)
 
 
@@ -56,7 +61,7 @@ def pack(
     bias = None if bias is None else bias.float().contiguous()
     if isinstance(weight, QuantizedWeight):
         if weight.group % 16 == 0:
-            return _integers(weight.regrouped(32 if weight.group % 32 == 0 else 16), bias)
+            return _integers(_supported(weight.regrouped(32 if weight.group % 32 == 0 else 16)), bias)
         weight = weight.dense()  # groups that the vector kernels do not support
     outputs, inputs = weight.shape
     half = dtype == torch.bfloat16
@@ -72,6 +77,22 @@ def pack(
     return Packed(data, bias, inputs, outputs, KINDS[dtype], rounds_inputs=rounds)
 
 
+def _supported(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weight; in 8 bits if it has levels that the kernels do not support."""
+    if not weight.levels or (weight.group == 32 and weight.offsets is None):
+        return weight
+    return replace(weight, bits=8, levels=())
+
+
+def _coded(values: Tensor, levels: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The place of every value among the levels, minus 8, and the levels, int8 [16]."""
+    padded = np.zeros(16, dtype=np.int8)
+    padded[: len(levels)] = levels
+    place_of = np.full(256, -8, dtype=np.int8)  # by the bits of a value; those that are no level are padding
+    place_of[padded[: len(levels)].view(np.uint8)] = np.arange(len(levels)) - 8
+    return torch.from_numpy(np.take(place_of, values.numpy().view(np.uint8))), torch.from_numpy(padded)
+
+
 def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
     """Pack in the layout of linear_int.c.
 
@@ -80,7 +101,9 @@ def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
     (outputs, inputs), group = weight.values.shape, weight.group
     groups, lines = inputs // group, -(-outputs // WIDE)
     pad = (0, 0, 0, lines * WIDE - outputs)
-    values = torch.nn.functional.pad(weight.values, pad)
+    values, levels = torch.nn.functional.pad(weight.values, pad), None
+    if weight.levels:
+        values, levels = _coded(values, weight.levels)
     if weight.bits == 8:
         unsigned = (values.view(torch.uint8) ^ 128).view(lines, WIDE, groups, group // 4, 4)
         data = unsigned.permute(0, 2, 3, 1, 4).reshape(lines, groups, -1)
@@ -96,4 +119,5 @@ def _integers(weight: QuantizedWeight, bias: Tensor | None) -> Packed:
         small = torch.nn.functional.pad(part / unit, pad).half().view(lines, WIDE, groups)
         data = torch.cat([data, small.transpose(1, 2).contiguous().view(torch.uint8)], dim=-1)
     kind = 2 if weight.bits == 8 else 3
-    return Packed(data, bias, inputs, outputs, kind, group, weight.offsets is not None, unit)
+    has_offsets = weight.offsets is not None
+    return Packed(data, bias, inputs, outputs, kind, group, has_offsets, unit, levels=levels)

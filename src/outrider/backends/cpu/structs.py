@@ -19,7 +19,7 @@ from outrider.core.stop_rule import StopRule, hidden_of
 LINEARS = ("qkv", "o", "gate_up", "down")
 ROWS = STRUCTS["Rows"]
 SIZES = ("hidden", "inner", "heads", "kv_heads", "head_dim", "eps")
-VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm", "norm_attended", "norm_mlp")
+VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm", "norm_attended", "norm_mlp", "sinks")
 
 
 def keys_of(pool: Pool, layer: int = 0) -> int:
@@ -45,7 +45,7 @@ def attach_experts(packed: Any, layers: Sequence[DecoderLayer]) -> list[Any]:
     return alive
 
 
-def expert_sizes(layers: Sequence[DecoderLayer]) -> dict[str, int]:
+def expert_sizes(layers: Sequence[DecoderLayer]) -> dict[str, float]:
     """The fields of `ModelShape` about experts, which all layers with experts agree in."""
     for experts in (layer.experts for layer in layers):
         if experts is not None:
@@ -54,6 +54,8 @@ def expert_sizes(layers: Sequence[DecoderLayer]) -> dict[str, int]:
                 "chosen_experts": experts.chosen,
                 "expert_inner": experts.down[0].inputs,
                 "normalizes_experts": int(experts.normalized),
+                "gate_slope": experts.gate_slope,
+                "gate_limit": experts.gate_limit,
             }
     return {}
 

@@ -227,7 +227,8 @@ class TorchBackend:
                 seen = self.rms_norm(x, block.norm_in, block.eps) if given is None else given
                 rotations = stack.rotations if block.rotations is None else block.rotations
                 q = self.rope_store(linear("qkv", seen), block, rotations, own)
-                modifier = ScoreModifier(block.cap) if block.cap else None
+                plain = not block.cap and block.sinks is None
+                modifier = None if plain else ScoreModifier(block.cap, sinks=block.sinks)
                 found = self.attend(q, block, own, Scores(block.scale, block.window, modifier))
                 x, given = self._add(x, linear, "o", found, block.norm_attended), None
             if not skip & 2:
@@ -249,6 +250,15 @@ class TorchBackend:
         """x plus the weighted sum of every row's experts of u, in place."""
         return x.add_(self._mixture(u, experts))
 
+    def _gated(self, x: Tensor, experts: LayerExperts) -> Tensor:
+        """What enters `down`.  Row by row where torch computes the last elements of a call in another way."""
+        if not (limit := experts.gate_limit):
+            return self.silu_mul(x)
+        gate, up = x.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        shares = torch.stack([torch.sigmoid(row * experts.gate_slope) for row in gate])
+        return gate * shares * (up + 1)
+
     def _mixture(self, x: Tensor, experts: LayerExperts) -> Tensor:
         """The weighted sum [n, h] of every row's experts, by number, each computed for all of its rows."""
         probs = torch.softmax(self.linear(x, experts.router).float(), dim=-1)
@@ -258,7 +268,7 @@ class TorchBackend:
         total = torch.zeros_like(x)
         for expert in sorted({*chosen.flatten().tolist()}):
             rows, rank = (chosen == expert).nonzero(as_tuple=True)
-            inner = self.silu_mul(self.linear(x[rows], experts.gate_up[expert]))
+            inner = self._gated(self.linear(x[rows], experts.gate_up[expert]), experts)
             y = self.linear(inner, experts.down[expert]) * weights[rows, rank, None].to(x)
             total[rows] = total[rows] + y
         return total

@@ -1,8 +1,8 @@
 """Unpacking of ggml's block formats into `QuantizedWeight`.
 
 A row is a sequence of blocks of 32 or 256 weights; a block holds packed values and the scales of its
-groups.  The formats below are linear, weight = scale * value + offset, and are represented exactly: 4-bit
-values in 4 bits, other widths in 8.
+groups.  The formats below are linear, weight = scale * value + offset, or have up to 16 values that a scale
+multiplies.  They are represented exactly: 4-bit values in 4 bits, other widths in 8.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.mxfp4 import HALF_BIAS, LEVELS, NUMBERS
 from outrider.core.quantized import QuantizedWeight
 
 Array = np.ndarray[Any, Any]
@@ -112,12 +113,19 @@ def _iq4_xs(b: Array) -> Parts:
     return IQ4_VALUES[_fields(b[:, 8:], 4, 16)], _half(b[:, :2]) * scales, None
 
 
+def _mxfp4(b: Array) -> Parts:
+    """As in files of gpt-oss, but with the lower half of a block in the low bits."""
+    scales = np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - HALF_BIAS)
+    return NUMBERS[_fields(b[:, 1:], 4, 16)], scales, None
+
+
 class Format(NamedTuple):
-    """Bits and group of the `QuantizedWeight`, and the function that unpacks uint8 [n, block bytes]."""
+    """Bits, group and levels of the `QuantizedWeight`, and what unpacks uint8 [n, block bytes]."""
 
     bits: int
     group: int
     unpack: Callable[[Array], Parts]
+    levels: tuple[int, ...] = ()
 
 
 FORMATS = {
@@ -131,8 +139,9 @@ FORMATS = {
     "Q4_K": Format(4, 32, _q4_k),
     "Q5_K": Format(8, 32, _q5_k),
     "Q6_K": Format(8, 16, _q6_k),
-    "IQ4_NL": Format(8, 32, _iq4_nl),
-    "IQ4_XS": Format(8, 32, _iq4_xs),
+    "IQ4_NL": Format(4, 32, _iq4_nl, tuple(IQ4_VALUES.tolist())),
+    "IQ4_XS": Format(4, 32, _iq4_xs, tuple(IQ4_VALUES.tolist())),
+    "MXFP4": Format(4, 32, _mxfp4, LEVELS),
 }
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -143,7 +152,7 @@ def unpack(ggml_type: str, rows: Array, block_bytes: int) -> Tensor | QuantizedW
         return torch.from_numpy(rows.copy()).view(DENSE[ggml_type])
     if ggml_type not in FORMATS:
         return _dequantized(ggml_type, rows)
-    bits, group, unpack_blocks = FORMATS[ggml_type]
+    bits, group, unpack_blocks, levels = FORMATS[ggml_type]
     outputs = len(rows)
     values, scales, offsets = unpack_blocks(rows.reshape(-1, block_bytes))
     return QuantizedWeight(
@@ -152,6 +161,7 @@ def unpack(ggml_type: str, rows: Array, block_bytes: int) -> Tensor | QuantizedW
         None if offsets is None else torch.from_numpy(offsets).view(outputs, -1),
         bits,
         group,
+        levels,
     )
 
 

@@ -15,7 +15,7 @@ from outrider.errors import ModelError
 # Layers of the models whose attention scores llama.cpp scales by hidden_size / heads, as their configs say.
 # GGUF has no key for it.
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-WITH_EXPERTS = ("llama", "qwen3moe")
+WITH_EXPERTS = ("llama", "qwen3moe", "gpt-oss")
 GEMMA2_WINDOW = 4096  # llama.cpp's default
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -87,6 +87,9 @@ def _expert_settings(file: GgufFile) -> dict[str, Any]:
     if file.architecture == "llama":
         return settings
     inner = file.integer("expert_feed_forward_length")
+    if file.architecture == "gpt-oss":
+        window = file.integer("attention.sliding_window")
+        return settings | {"intermediate_size": inner, "sliding_window": window}
     # llama.cpp normalizes the weights of every model with this architecture
     return settings | {"moe_intermediate_size": inner, "norm_topk_prob": True}
 
@@ -159,4 +162,6 @@ def _yarn(file: GgufFile, context: int, factor: float) -> dict[str, Any]:
     for key, name in names.items():
         if f"{file.architecture}.rope.scaling.yarn_{key}" in file.metadata:
             rope[name] = file.number(f"rope.scaling.yarn_{key}")
+    if file.architecture == "gpt-oss":
+        rope["truncate"] = False  # as its config.json says; GGUF has no key for it
     return rope

@@ -9,7 +9,7 @@ from outrider.errors import ModelError
 
 FAMILIES = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3moe": "Qwen3Moe", "gemma": "Gemma",
-    "gemma2": "Gemma2", "gemma3": "Gemma3",
+    "gemma2": "Gemma2", "gemma3": "Gemma3", "gpt-oss": "GptOss",
 }  # fmt: skip
 MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 BLOCK_TENSORS = {
@@ -34,7 +34,8 @@ OUTPUT_NORMS = {  # where the outputs of attention and MLP are normalized, too
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-OWN_TENSORS = {"gemma2": OUTPUT_NORMS, "gemma3": OUTPUT_NORMS}  # of an architecture
+SINKS = {"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"}
+OWN_TENSORS = {"gemma2": OUTPUT_NORMS, "gemma3": OUTPUT_NORMS, "gpt-oss": SINKS}  # of an architecture
 ROPE_FACTORS = "rope_freqs.weight"  # one factor per frequency; no counterpart in a safetensors checkpoint
 
 
@@ -62,7 +63,8 @@ def checkpoint_name(name: str, path: Path, architecture: str) -> str:
         block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
         known = BLOCK_TENSORS | OWN_TENSORS.get(architecture, {})
         if block and block[2] in known:
-            return f"model.layers.{block[1]}.{known[block[2]]}.{suffix}"
+            name = f"model.layers.{block[1]}.{known[block[2]]}"
+            return name if block[2] == "attn_sinks" else f"{name}.{suffix}"
     raise ModelError(
         f"{path} has a tensor {name!r}, which the lean decoder does not compute: the architecture is not "
         "supported."

@@ -21,11 +21,17 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 MODELS = {  # patterns, applied one after the other -> the names that metadata have for them
     (LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 dbrx smaug-bpe chatglm-bpe glm4",
     (QWEN2,): "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan solar-open",
     (TEKKEN,): "tekken",
+    (GPT4O,): "gpt-4o llama4 kanana2 talkie",
     (GPT2,): "gpt-2 phi-2 mpt olmo jais trillion exaone4",
     (r"\p{N}", GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b",
     (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"): "deepseek-coder",
@@ -38,8 +44,9 @@ WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken")
 # Control tokens that end a text, regardless of the metadata's EOS.
 END_TOKENS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|im_end|>", "<|end|>", "<end_of_turn>",
-    "</s>", "<EOT>",
+    "</s>", "<EOT>", "<|return|>", "<|call|>",
 )  # fmt: skip
+HARMONY = {"<|return|>", "<|call|>"}  # of gpt-oss
 SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 PREFIX = "tokenizer.ggml."
 
@@ -49,8 +56,10 @@ def read_end_tokens(file: GgufFile) -> frozenset[int]:
     metadata = file.metadata
     named = {metadata.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")}
     tokens = zip(metadata.get(f"{PREFIX}tokens", ()), metadata.get(f"{PREFIX}token_type", ()))
-    control = {i for i, (token, kind) in enumerate(tokens) if kind == CONTROL and token in END_TOKENS}
-    return frozenset(token for token in named if token is not None) | control
+    control = {token: i for i, (token, kind) in enumerate(tokens) if kind == CONTROL and token in END_TOKENS}
+    if control.keys() >= HARMONY:
+        control.pop("<|end|>", None)  # ends a message; others follow
+    return frozenset(token for token in named if token is not None) | frozenset(control.values())
 
 
 def read_tokenizer(file: GgufFile) -> Any:

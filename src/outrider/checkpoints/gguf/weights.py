@@ -30,7 +30,7 @@ class GgufWeights:
             log.warning("%s: tensors of type %s are expanded, which takes more memory", file.path, names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.file.tensors
+        return self._entry(name) is not None
 
     def get(self, name: str, *shape: int) -> Tensor:
         """The dense tensor.  Raises ModelError if it is missing or has another shape."""
@@ -66,11 +66,11 @@ class GgufWeights:
         if expert is None:
             return self.file.tensors.get(name)
         joined, number = self.file.tensors.get(f"{expert[1]}.{expert[3]}"), int(expert[2])
-        if joined is None or len(joined.shape) != 3 or number >= joined.shape[0]:
+        if joined is None or len(joined.shape) not in (2, 3) or number >= joined.shape[0]:
             return None
-        outputs, inputs = joined.shape[1:]
-        own = joined.rows[number * outputs : (number + 1) * outputs]
-        return joined._replace(shape=(outputs, inputs), rows=own)
+        rows = len(joined.rows) // joined.shape[0]  # of a bias: one
+        own = joined.rows[number * rows : (number + 1) * rows]
+        return joined._replace(shape=joined.shape[1:], rows=own)
 
     def _half_split_order(self, outputs: int) -> np.ndarray[Any, Any]:
         """Row order of Q and K for RoPE on dimensions (i, i + head_dim / 2).

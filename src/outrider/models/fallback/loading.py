@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from outrider.checkpoints.hub import Checkpoint
+from outrider.checkpoints.joined_experts import open_quantized
 from outrider.checkpoints.names import BODY, Prefixes
-from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.weights import Weights
 from outrider.errors import ModelError, first_line
 
@@ -73,10 +74,11 @@ def _loader(checkpoint: Checkpoint) -> tuple[Callable[..., Any], dict[str, Any]]
         load = partial(AutoModelForCausalLM.from_pretrained, checkpoint.folder)
         return load, {"trust_remote_code": remote}
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(checkpoint.config)]
-    weights, dtype = quantized(Weights(checkpoint.folder), checkpoint.scheme), checkpoint.stored_dtype
-    tensors = {name: weights.raw(name) for name in weights}
-    for name in weights.layer_of:
-        tensors[name] = tensors[name].to(dtype or torch.bfloat16)
+    weights, dtype = open_quantized(Weights(checkpoint.folder), checkpoint.scheme), checkpoint.stored_dtype
+    tensors = dict[str, Tensor]()
+    for name in weights:
+        tensor = weights.raw(name)
+        tensors[name] = tensor.to(dtype or torch.bfloat16) if name in weights.layer_of else tensor
     if bare := next((name for name, tensor in tensors.items() if tensor.dtype.itemsize < 2), None):
         raise ModelError(f"{bare} is {tensors[bare].dtype}, without scales that the config names.")
     size = sum(tensor.nbytes for tensor in tensors.values()) / 2**30

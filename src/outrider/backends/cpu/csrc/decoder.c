@@ -82,8 +82,8 @@ static void attention_block(const ModelShape *s, const Layer *layer, const Layer
     const int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim;
     project(at, &layer->qkv, LORA_Q, 3, input, width, b.projected, qkv, 0);
     rope_store(&attention, at->rows, b.projected, b.q);
-    const ScoreModifier capped = {.cap = s->cap};
-    attend(&attention, at->rows, b.q, s->cap > 0 ? &capped : 0, b.inner);
+    const ScoreModifier modifier = {.sinks = layer->sinks, .cap = s->cap};
+    attend(&attention, at->rows, b.q, layer->sinks || s->cap > 0 ? &modifier : 0, b.inner);
     project_onto(s, at, &layer->o, LORA_O, layer->norm_attended, b.inner, s->heads * s->head_dim, b, x);
 }
 

@@ -1,5 +1,5 @@
-/* RMS norms, gated SiLU and GELU, soft cap, and the input of a draft head.  Threads share rows, or blocks of
- * 64 logits; the order of operations on a row is fixed. */
+/* RMS norms, gated SiLU and GELU, clamped gates, soft cap, and the input of a draft head.  Threads share
+ * rows, or blocks of 64 logits; the order of operations on a row is fixed. */
 #include "elementwise.h"
 #include "blocks.h"
 #include "threads.h"
@@ -48,42 +48,62 @@ typedef struct {
     const float *x;
     int64_t width;
     float *y;
+    float slope, limit; /* of clamped gates */
 } Gated;
+
+enum { SILU, GELU, CLAMPED };
 
 INLINE vfloat silu(vfloat g) { return g / (1.0f + vexp(-g)); }
 
 /* g / 2 * (1 + tanh(u)) is g * sigmoid(2 u), where u = sqrt(2 / pi) * (g + 0.044715 g^3). */
 INLINE vfloat gelu(vfloat g) { return g / (1.0f + vexp(g * (-1.5957691216f - 0.0713548162726f * g * g))); }
 
-/* Lane by lane act(g) * u, the last lanes of a row through zero-padded vectors: no operation depends on its
- * lane. */
-INLINE void gate_rows(const int is_gelu, const Gated *s, int64_t first, int64_t end) {
+/* NaN stays NaN. */
+INLINE vfloat clamped(const Gated *s, vfloat g, vfloat u) {
+    const vfloat most = broadcast(s->limit), least = broadcast(-s->limit);
+    g = select_lanes(g > most, most, g);
+    u = select_lanes(u > most, most, select_lanes(u < least, least, u));
+    return g / (1.0f + vexp(-s->slope * g)) * (u + 1.0f);
+}
+
+INLINE vfloat gate(const int kind, const Gated *s, vfloat g, vfloat u) {
+    if (kind == CLAMPED) return clamped(s, g, u);
+    return (kind == GELU ? gelu(g) : silu(g)) * u;
+}
+
+/* Lane by lane, the last lanes of a row through zero-padded vectors: no operation depends on its lane. */
+INLINE void gate_rows(const int kind, const Gated *s, int64_t first, int64_t end) {
     const int64_t width = s->width;
     for (int64_t r = first; r < end; r++) {
-        const float *gate = s->x + r * 2 * width, *up = gate + width;
+        const float *gates = s->x + r * 2 * width, *ups = gates + width;
         float *out = s->y + r * width;
         int64_t i = 0;
-        for (; i + LANES <= width; i += LANES) {
-            const vfloat g = load(gate + i), u = load(up + i);
-            store(out + i, (is_gelu ? gelu(g) : silu(g)) * u);
-        }
+        for (; i + LANES <= width; i += LANES)
+            store(out + i, gate(kind, s, load(gates + i), load(ups + i)));
         if (i < width) {
-            const vfloat g = load_part(gate + i, width - i), u = load_part(up + i, width - i);
-            const vfloat last = (is_gelu ? gelu(g) : silu(g)) * u;
+            const vfloat g = load_part(gates + i, width - i), u = load_part(ups + i, width - i);
+            const vfloat last = gate(kind, s, g, u);
             memcpy(out + i, &last, (size_t)(width - i) * 4);
         }
     }
 }
 
-static void silu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(0, loop, first, end); }
-static void gelu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(1, loop, first, end); }
+static void silu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(SILU, loop, first, end); }
+static void gelu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(GELU, loop, first, end); }
+static void clamped_rows(const void *loop, int64_t first, int64_t end) {
+    gate_rows(CLAMPED, loop, first, end);
+}
 
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y) {
-    parallel_for(rows, 4, silu_rows, &(Gated){x, width, y});
+    parallel_for(rows, 4, silu_rows, &(Gated){x, width, y, 0, 0});
 }
 
 void gelu_mul(const float *x, int64_t rows, int64_t width, float *y) {
-    parallel_for(rows, 4, gelu_rows, &(Gated){x, width, y});
+    parallel_for(rows, 4, gelu_rows, &(Gated){x, width, y, 0, 0});
+}
+
+void clamped_mul(const float *x, int64_t rows, int64_t width, float slope, float limit, float *y) {
+    parallel_for(rows, 4, clamped_rows, &(Gated){x, width, y, slope, limit});
 }
 
 typedef struct {

@@ -2,7 +2,7 @@
  *
  * Computed: the router's logits of a row choose its experts, the largest first, of equal ones the first.  An
  * expert's weight is its softmax probability among all, or among the chosen.  Then x += the sum of weight *
- * down(silu(gate) * up) over the row's experts.
+ * down(silu(gate) * up) over the row's experts; some models clamp gate and up (clamped_mul).
  * Order: pairs (row, expert) are sorted by expert, so that an expert is read once for all of its rows.
  * Threads share (expert, slice of outputs) items.
  * Exact: the choice, the weights and the linears of a pair depend on its row alone.  A row's experts are
@@ -181,7 +181,11 @@ void mix_experts(const ModelShape *s, const Layer *layer, int64_t rows, const fl
     sort_pairs(&m);
     parallel_for(rows, 8, gather_rows, &m);
     multiply_experts(&m, 0, m.states, s->hidden, m.gate_up, 2 * s->expert_inner);
-    silu_mul(m.gate_up, rows * s->chosen_experts, s->expert_inner, m.inner);
+    const int64_t pairs = rows * s->chosen_experts;
+    if (s->gate_limit > 0)
+        clamped_mul(m.gate_up, pairs, s->expert_inner, s->gate_slope, s->gate_limit, m.inner);
+    else
+        silu_mul(m.gate_up, pairs, s->expert_inner, m.inner);
     multiply_experts(&m, 1, m.inner, s->expert_inner, m.states, s->hidden);
     parallel_for(rows, 8, add_rows, &m);
 }

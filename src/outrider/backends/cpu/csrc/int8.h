@@ -80,6 +80,31 @@ INLINE vint sum_nibbles(vint sums) {
 #endif
 }
 
+/* The bytes of a table [16] for indices below 16; the table is in every 16 bytes of its vector. */
+INLINE vuint look_up(vuint table, vuint indices) {
+#ifdef __AVX2__
+    return (vuint)WIDEST(shuffle_epi8)((vany)table, (vany)indices);
+#elif defined __ARM_NEON
+    return (vuint)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)indices);
+#else
+    uint8_t from[LANES * 4], at[LANES * 4], found[LANES * 4];
+    memcpy(from, &table, sizeof from);
+    memcpy(at, &indices, sizeof at);
+    for (int i = 0; i < LANES * 4; i++) found[i] = from[at[i] & 15];
+    memcpy(&table, found, sizeof found);
+    return table;
+#endif
+}
+
+/* The table of levels [16] for look_up, as unsigned bytes n + 128. */
+INLINE vuint load_levels(const int8_t *levels) {
+    uint8_t bytes[LANES * 4];
+    vuint table;
+    for (int i = 0; i < LANES * 4; i++) bytes[i] = (uint8_t)(levels[i & 15] + 128);
+    memcpy(&table, bytes, sizeof table);
+    return table;
+}
+
 /* LANES signed bytes as floats.  The general form compiles to single moves. */
 INLINE vfloat widen_bytes(const int8_t *from) {
 #ifdef __AVX512F__

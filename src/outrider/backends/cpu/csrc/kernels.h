@@ -36,6 +36,7 @@ typedef struct {
     int has_offsets;   /* integers: every group also has an offset */
     float unit;        /* integers: factor of all scales and offsets, a power of two */
     int rounds_inputs; /* bfloat16: the inputs are rounded to bfloat16 as well, see linear.c */
+    const int8_t *levels; /* int4: [16] what the values count, or null: value - 8 */
 } Weight;
 
 /* y [rows,outputs] = x [rows,inputs] * weight^T + bias, plus the former y if `add`. */
@@ -71,6 +72,10 @@ void add_normed(float *x, float *y, const float *weight, int64_t rows, int64_t w
  * tanh. */
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y);
 void gelu_mul(const float *x, int64_t rows, int64_t width, float *y);
+
+/* y [rows,width] = g * sigmoid(slope * g) * (u + 1) for x [rows,2*width] = [gate | up], where g is the gate
+ * of at most `limit`, and u is up between -limit and limit. */
+void clamped_mul(const float *x, int64_t rows, int64_t width, float slope, float limit, float *y);
 
 /* x [rows,width] = cap * tanh(x / cap), and the maximum of every 64 of a row to block_max
  * [rows,block_max_stride], unless that is null. */
@@ -145,6 +150,7 @@ typedef struct {
     const float *norm_in, *norm_post, *q_norm, *k_norm; /* the last two may be null */
     const float *norm_attended, *norm_mlp; /* of what attention and MLP add to x, or null */
     const float *rotary;                   /* of this layer alone, or null */
+    const float *sinks;                    /* [heads], as in ScoreModifier, or null */
     int64_t window;                                     /* as in Attention */
     int64_t skip;                                       /* SKIP_ATTENTION, SKIP_MLP, both or 0 */
 } Layer;
@@ -157,6 +163,7 @@ typedef struct {
     int64_t normalizes_experts; /* the weights of a row's experts are divided by their sum */
     int64_t is_gelu;       /* the MLP's gate goes through gelu_mul, not silu_mul */
     float eps, scale, cap; /* cap: soft cap of attention scores, or 0 */
+    float gate_slope, gate_limit; /* experts: those of clamped_mul; limit 0: silu_mul */
     const float *rotary;
 } ModelShape;
 

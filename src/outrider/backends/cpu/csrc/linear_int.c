@@ -14,7 +14,8 @@
  * Values are unsigned (+ 128 or + 8); four neighbouring inputs of an output lie side by side:
  *     int8  [group/4][32][4] bytes
  *     int4  [group/16][2][32][4] bytes, whose low halves are inputs 0-7 of 16 and whose high halves are
- *       inputs 8-15 */
+ *       inputs 8-15
+ * With `levels` a value of int4 is an index of these signed bytes: groups of 32, without offsets. */
 #include "linear.h"
 #include "memory.h"
 #include "rounded.h"
@@ -38,6 +39,7 @@ enum { STREAM_ROWS = (int)INT_VECTORS == (int)PANEL_VECTORS ? INT_ROWS : 1 };
 typedef struct {
     int bits, has_offsets;
     int64_t group;
+    int has_levels;
 } Form;
 
 INLINE int64_t values_bytes(const Form form) { return form.group * OUTPUTS * form.bits / 8; }
@@ -45,7 +47,9 @@ INLINE int64_t block_bytes(const Form form) {
     return values_bytes(form) + (form.has_offsets ? 4 : 2) * OUTPUTS;
 }
 
-INLINE Form form_of(const Weight *w) { return (Form){w->kind == INT8 ? 8 : 4, w->has_offsets, w->group}; }
+INLINE Form form_of(const Weight *w) {
+    return (Form){w->kind == INT8 ? 8 : 4, w->has_offsets, w->group, w->levels != 0};
+}
 
 /* ---- a register tile: a few vectors of outputs for a few rows */
 
@@ -54,6 +58,7 @@ typedef struct {
     const int8_t *x;    /* rounded rows of the tile, from the first group of the chunk on */
     int64_t count;      /* groups of the chunk */
     float *sums;        /* [rows,OUTPUTS] */
+    vuint levels;       /* see load_levels */
     int fetches;        /* where the next chunk, or the one behind it, is fetched to */
 } IntTask;
 
@@ -68,13 +73,19 @@ INLINE void multiply_four(const int rows, const int vectors, const Form form, co
         memcpy(&four, x + r * form.group, 4);
         const vint s = (vint){0} + four;
         for (int c = 0; c < vectors; c++)
-            sums[r][c] = form.bits == 8 ? dot_bytes(sums[r][c], u[c], s) : dot_nibbles(sums[r][c], u[c], s);
+            sums[r][c] = form.bits == 8 || form.has_levels ? dot_bytes(sums[r][c], u[c], s)
+                                                           : dot_nibbles(sums[r][c], u[c], s);
     }
+}
+
+/* What 4-bit values stand for in products. */
+INLINE vuint counted(const Form form, vuint levels, vuint values) {
+    return form.has_levels ? look_up(levels, values) : values;
 }
 
 /* sums += the products of one group of x [rows,group]. */
 INLINE void multiply_group(const int rows, const int vectors, const Form form, const char *values,
-                           const int8_t *x, IntSums sums) {
+                           const int8_t *x, vuint levels, IntSums sums) {
     for (int64_t chunk = 0; chunk < form.group / 16; chunk++, x += 16) {
         #pragma GCC unroll 4
         for (int s = 0; s < form.bits / 2; s++, values += OUTPUTS * 4) {
@@ -84,9 +95,9 @@ INLINE void multiply_group(const int rows, const int vectors, const Form form, c
                 multiply_four(rows, vectors, form, u, x + 4 * s, sums);
                 continue;
             }
-            for (int c = 0; c < vectors; c++) half[c] = u[c] & 0x0f0f0f0f;
+            for (int c = 0; c < vectors; c++) half[c] = counted(form, levels, u[c] & 0x0f0f0f0f);
             multiply_four(rows, vectors, form, half, x + 4 * s, sums);
-            for (int c = 0; c < vectors; c++) half[c] = u[c] >> 4 & 0x0f0f0f0f;
+            for (int c = 0; c < vectors; c++) half[c] = counted(form, levels, u[c] >> 4 & 0x0f0f0f0f);
             multiply_four(rows, vectors, form, half, x + 4 * s + 8, sums);
         }
     }
@@ -103,17 +114,17 @@ INLINE void start_group(const int rows, const int vectors, const int8_t *starts,
 
 /* sums = one group of x [rows,group].  Sums that dot_nibbles keeps in 16 bits begin with 0. */
 INLINE void sum_group(const int rows, const int vectors, const Form form, const char *values, const int8_t *x,
-                      IntSums sums) {
+                      vuint levels, IntSums sums) {
     const int8_t *starts = x + rows * (form.group + 4);
-    if (form.bits == 8 || !NIBBLES_IN_PAIRS) {
+    if (form.bits == 8 || form.has_levels || !NIBBLES_IN_PAIRS) {
         start_group(rows, vectors, starts, sums);
-        multiply_group(rows, vectors, form, values, x, sums);
+        multiply_group(rows, vectors, form, values, x, levels, sums);
         return;
     }
     IntSums pairs;
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vectors; c++) pairs[r][c] = (vint){0};
-    multiply_group(rows, vectors, form, values, x, pairs);
+    multiply_group(rows, vectors, form, values, x, levels, pairs);
     start_group(rows, vectors, starts, sums);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < vectors; c++) sums[r][c] += sum_nibbles(pairs[r][c]);
@@ -157,7 +168,7 @@ INLINE void multiply_blocks(const int rows, const int vectors, const Form form, 
         IntSums sums;
         if (t.fetches && !first_output)
             for (int64_t i = 0; i < bytes; i += 64) fetch_line(t.fetches, t.blocks + ahead + i);
-        sum_group(rows, vectors, form, values, t.x, sums);
+        sum_group(rows, vectors, form, values, t.x, t.levels, sums);
         add_group(rows, vectors, form, scales, t.x + rows * form.group, sums, tile);
     }
     for (int r = 0; r < rows; r++)
@@ -191,9 +202,9 @@ INLINE void multiply_tile(int64_t rows, const Form form, IntTask t) {
 /* A constant group is unrolled. */
 INLINE void multiply_form(int64_t rows, const int bits, const int has_offsets, int64_t group, IntTask t) {
     if (group == 32)
-        multiply_tile(rows, (Form){bits, has_offsets, 32}, t);
+        multiply_tile(rows, (Form){bits, has_offsets, 32, 0}, t);
     else
-        multiply_tile(rows, (Form){bits, has_offsets, 16}, t);
+        multiply_tile(rows, (Form){bits, has_offsets, 16, 0}, t);
 }
 
 static void multiply_int8(int64_t rows, int has_offsets, int64_t group, IntTask t) {
@@ -209,6 +220,8 @@ static void multiply_int4(int64_t rows, int has_offsets, int64_t group, IntTask 
     else
         multiply_form(rows, 4, 0, group, t);
 }
+
+static void multiply_levels(int64_t rows, IntTask t) { multiply_tile(rows, (Form){4, 0, 32, 1}, t); }
 
 /* ---- a linear */
 
@@ -258,6 +271,8 @@ static void multiply_chunk(const IntCall *l, int64_t first_tile, int64_t end_til
         tile.fetches = i == first_tile ? t.fetches : NOWHERE;
         if (form.bits == 8)
             multiply_int8(rows, form.has_offsets, form.group, tile);
+        else if (form.has_levels)
+            multiply_levels(rows, tile);
         else
             multiply_int4(rows, form.has_offsets, form.group, tile);
         t.sums += rows * OUTPUTS;
@@ -280,12 +295,13 @@ static void multiply_panel(const IntCall *l, int64_t panel) {
     const int64_t groups = l->inputs / l->form.group, tiles = count_tiles(l);
     const int64_t most = l->rows <= STREAM_ROWS ? groups : CHUNK_BLOCKS;
     const char *blocks = (const char *)l->weight->data + panel * groups * block_bytes(l->form);
+    const vuint levels = l->form.has_levels ? load_levels(l->weight->levels) : (vuint){0};
     _Alignas(64) float sums[GROUP_TILES * INT_ROWS * OUTPUTS];
     for (int64_t i = 0; i < tiles; i += GROUP_TILES) {
         const int64_t end = min64(i + GROUP_TILES, tiles), first_row = first_of_tile(l, i),
                       end_row = first_of_tile(l, end);
         memset(sums, 0, (size_t)(end_row - first_row) * OUTPUTS * 4);
-        IntTask t = {.sums = sums, .fetches = fetches_to(l->rows < FEW_ROWS)};
+        IntTask t = {.sums = sums, .levels = levels, .fetches = fetches_to(l->rows < FEW_ROWS)};
         for (int64_t g = 0; g < groups; g += t.count) {
             t.blocks = blocks + g * block_bytes(l->form);
             t.count = min64(most, groups - g);
@@ -323,7 +339,8 @@ void embed_int(const Weight *w, const int64_t *ids, int64_t rows, int64_t inputs
             const char *scale = block + values + 2 * output;
             const int64_t quad = w->kind == INT8 ? i / 4 : i / 16 * 2 + i % 8 / 4; /* of four inputs */
             const int byte = (uint8_t)block[(quad * OUTPUTS + output) * 4 + i % 4];
-            const int value = w->kind == INT8 ? byte - 128 : (byte >> i % 16 / 8 * 4 & 15) - 8;
+            const int nibble = byte >> i % 16 / 8 * 4 & 15;
+            const int value = w->kind == INT8 ? byte - 128 : w->levels ? w->levels[nibble] : nibble - 8;
             const float offset = w->has_offsets ? half_at(scale + 2 * OUTPUTS) : 0;
             y[r * inputs + k] = ((float)value * half_at(scale) + offset) * w->unit;
         }

@@ -40,9 +40,9 @@ INLINE GroupScales scales_of(const float *x, const int64_t group, const int64_t 
     return s;
 }
 
-/* `count` <= LANES groups, from group `first` on. */
-INLINE void round_groups(const float *x, const int64_t group, int kind, int64_t first, const int64_t count,
-                         RowPlace to) {
+/* `count` <= LANES groups, from group `first` on.  is_bytes: weights go through dot_bytes. */
+INLINE void round_groups(const float *x, const int64_t group, int is_bytes, int64_t first,
+                         const int64_t count, RowPlace to) {
     const int64_t block = to.rows * (group + 12);
     const GroupScales scales = scales_of(x, group, count);
     int8_t *at = to.tile + first * block + to.row * group;
@@ -52,7 +52,7 @@ INLINE void round_groups(const float *x, const int64_t group, int kind, int64_t 
     for (int64_t g = 0; g < count; g++, at += block)
         sums[g] = round_bytes(x + g * group, group, scales.inverse[g], at);
     const vint sum = sum_each(sums);
-    const vuint start = (vuint)sum * (uint32_t)(kind == INT8 ? BYTE_START : -8);
+    const vuint start = (vuint)sum * (uint32_t)(is_bytes ? BYTE_START : -8);
     const vfloat mass = load(scales.scale) * __builtin_convertvector(sum, vfloat);
     at = to.tile + first * block + to.rows * group + 4 * to.row;
     for (int64_t g = 0; g < count; g++, at += block) {
@@ -63,15 +63,16 @@ INLINE void round_groups(const float *x, const int64_t group, int kind, int64_t 
 }
 
 /* Constant groups, LANES of them, are unrolled. */
-INLINE void round_constant(const float *x, int64_t inputs, const int64_t group, int kind, RowPlace to) {
+INLINE void round_constant(const float *x, int64_t inputs, const int64_t group, int is_bytes, RowPlace to) {
     const int64_t groups = inputs / group, whole = groups / LANES * LANES;
-    for (int64_t g = 0; g < whole; g += LANES) round_groups(x + g * group, group, kind, g, LANES, to);
-    if (whole < groups) round_groups(x + whole * group, group, kind, whole, groups - whole, to);
+    for (int64_t g = 0; g < whole; g += LANES) round_groups(x + g * group, group, is_bytes, g, LANES, to);
+    if (whole < groups) round_groups(x + whole * group, group, is_bytes, whole, groups - whole, to);
 }
 
 INLINE void round_row(const float *x, int64_t inputs, const Weight *w, RowPlace to) {
+    const int is_bytes = w->kind == INT8 || w->levels;
     if (w->group == 32)
-        round_constant(x, inputs, 32, w->kind, to);
+        round_constant(x, inputs, 32, is_bytes, to);
     else
-        round_constant(x, inputs, 16, w->kind, to);
+        round_constant(x, inputs, 16, is_bytes, to);
 }
