@@ -17,6 +17,7 @@ from async_requests import PROMPTS, params_of, running
 from patience import HANG, Gate
 
 from outrider import AsyncLLM, async_llm
+from outrider.core.row import Row
 from outrider.news import Inbox, NewsReader, wake
 
 
@@ -47,6 +48,30 @@ def test_an_interval_leaves_the_first_output_and_the_last(engine: AsyncLLM) -> N
         assert len(await lengths(1e6)) <= 2
         # Each part is read before the request gets to the next gate, however slow this thread is.
         assert len(await lengths(0, Gate(20), Gate(40))) > 2
+
+    running(engine, task)
+
+
+def test_statistics_are_made_for_the_last_output_of_an_interval_only(
+    engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took most of the time between two steps, for states that no reader got."""
+    made = list[int]()
+    stats = Row.stats.fget
+    monkeypatch.setattr(Row, "stats", property(lambda row: made.append(len(row.arrivals)) or stats(row)))
+
+    async def last(interval: float) -> Any:
+        made.clear()
+        request = await engine.read(PROMPTS[0], params_of(0, max_tokens=60))
+        async for _, output in engine.follow([request], interval=interval):
+            assert interval or output.outputs[0].speculation.steps
+        return output.outputs[0]
+
+    async def task() -> None:
+        whole, brief = await last(0), await last(1e6)
+        assert set(made) == {60}
+        assert brief.speculation == whole.speculation and brief.speculation.steps
+        assert brief.drafted_by == whole.drafted_by and brief.last_draft is not None
 
     running(engine, task)
 
@@ -139,7 +164,7 @@ class Told:
         self.request = request
         self.reader = NewsReader(inbox, 0, request, interval=interval, crowd=crowd)
 
-    def states(self) -> list[Any]:
+    def states(self, brief: bool = False) -> list[Any]:
         return [SimpleNamespace(finish_reason="stop" if self.request.finished else None)]
 
     def note(self) -> bool:
@@ -231,7 +256,7 @@ def test_news_that_come_while_the_event_loop_looks_are_told(
     told, count, seen = Told(interval), itertools.count(), list[int]()
     inbox: Any = told.reader.inbox
     inbox.add = lambda reader: told.loop.call_soon(lambda: seen.append(reader.shown[0].number))
-    told.request.states = lambda: [SimpleNamespace(number=next(count), **vars(told.states()[0]))]
+    told.request.states = lambda brief: [SimpleNamespace(number=next(count), **vars(told.states()[0]))]
     reader = Interrupted(inbox, 0, told.request, interval=interval)
     if fresh:
         reader.note()

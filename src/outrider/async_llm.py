@@ -143,7 +143,7 @@ class AsyncLLM:
         final: yield only the last output of each.  Otherwise all outputs of a request are one object, whose
         lists grow.  on_end: called in the event loop when a request has ended, also while nothing is read.
         interval: seconds between two outputs of a request, the first and the last one aside; twice as many
-        while more than CROWD samples run, and so on.
+        while more than CROWD samples run, and so on.  With one, outputs have statistics at the end only.
         Raises EngineError, TimeoutError after `timeout` seconds, and RequestError if a logits processor may
         wait for this call.  Closing it ends the requests.
         """

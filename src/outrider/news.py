@@ -91,12 +91,13 @@ class NewsReader:
     def note(self) -> bool:
         """Take the states of the request's rows.  Returns whether the event loop has to call `wake`.
 
-        Called by the thread that steps, between steps.
+        Called by the thread that steps, between steps.  With an interval, most states are replaced before the
+        task reads them, and only those of ended rows have statistics.
         """
         finished = self.request.finished
         if self.final and not finished:
             return False
-        self.states = self.request.states()
+        self.states = self.request.states(brief=self.interval > 0)
         self.fresh = True
         if self.called and not finished:
             return False

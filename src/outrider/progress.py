@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from outrider.core.params import SamplingParams
@@ -16,20 +17,24 @@ class RowState(NamedTuple):
     """Committed state of one row, taken between two steps.
 
     num_tokens: of the output.  text: that of the row's detokenizer, which exists if there are stop strings.
+    The fields from `stats` on are statistics, which a brief state lacks.
     """
 
     num_tokens: int
     text: str | None
     finish_reason: str | None
     stop_reason: int | str | None
-    stats: Speculation
-    drafting: DraftingSummary | None
-    drafted_by: dict[str, int]
-    last_draft: LastDraft | None
+    stats: Speculation = Speculation()
+    drafting: DraftingSummary | None = None
+    drafted_by: Mapping[str, int] = MappingProxyType({})
+    last_draft: LastDraft | None = None
 
     @staticmethod
-    def of(row: Row) -> RowState:
+    def of(row: Row, brief: bool = False) -> RowState:
+        """brief: without statistics as long as the row runs."""
         text = None if row.text is None else row.text.text
+        if brief and row.finish_reason is None:
+            return RowState(len(row.arrivals), text, None, row.stop_reason)
         drafting = None if row.drafting is None else row.drafting.copy()
         return RowState(
             len(row.arrivals),
@@ -73,8 +78,9 @@ class Request:
     def finished(self) -> bool:
         return None not in [row.finish_reason for row in self.rows]
 
-    def states(self) -> list[RowState]:
-        return [RowState.of(row) for row in self.rows]
+    def states(self, brief: bool = False) -> list[RowState]:
+        """brief: of running rows without statistics, which take most of the time."""
+        return [RowState.of(row, brief) for row in self.rows]
 
     def output(self, states: Sequence[RowState] | None = None) -> RequestOutput:
         """The output as of `states`; by default the output so far, to be read between steps."""
@@ -110,7 +116,7 @@ class Request:
         made.token_sources += row.sources[start:end]
         made.finish_reason, made.stop_reason = so_far.finish_reason, so_far.stop_reason
         made.speculation, made.drafting = so_far.stats, so_far.drafting
-        made.drafted_by, made.last_draft = so_far.drafted_by, so_far.last_draft
+        made.drafted_by, made.last_draft = dict(so_far.drafted_by), so_far.last_draft
         made.text = self._text(row, made.token_ids, so_far)
         if self.ends and (text := row.text or self.texts.get(row.index)) is not None:
             made.token_ends += text.ends[len(made.token_ends) : end]

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include "kernels.h"
+#include "recurrent.h"
 #include "runs.h"
 #ifdef _WIN32 /* whose header has another INT8 */
 __declspec(dllimport) void *LoadLibraryA(const char *path);
@@ -36,9 +37,11 @@ static void *found(const char *library, const char *name) {
 
 #define KERNELS(F)                                                                                           \
     F(set_threads)                                                                                           \
-    F(linear) F(linear_with_maxima) F(embed) F(rms_norm) F(silu_mul) F(clamped_mul) F(pair) F(rope_store) F(attend)         \
-        F(stack) F(read_model) F(chain) F(pick) F(picks) F(probabilities) F(sample_children) F(verify_trees) \
-            F(add_lora) F(grow) F(keep) F(runs_extend) F(runs_find)
+    F(linear) F(linear_with_maxima) F(embed) F(rms_norm) F(silu_mul) F(clamped_mul) F(pair) F(rope_store)    \
+        F(attend) F(stack) F(read_model) F(chain) F(pick) F(picks) F(probabilities) F(sample_children)       \
+            F(verify_trees) F(add_lora) F(grow) F(keep) F(runs_extend) F(runs_find) F(runs_longest)          \
+                F(gated_delta) F(selective_scan) F(short_conv) F(sigmoid_rows) F(softplus_rows) F(gate_rows) \
+                    F(gated_norm)
 #define DECLARE(name) static __typeof__(name) *do_##name;
 KERNELS(DECLARE)
 
@@ -355,6 +358,50 @@ static void check_trees(void) {
     do_runs_extend(&index, given, 150);
     do_runs_find(&index, given + 150, 40, 3, 0, 0, found_rows);
     print("runs", 0, found_rows, 4096 * 4);
+    TextIndex *const texts[] = {&index};
+    const int64_t longest = do_runs_longest(&index, given + 190, 10, texts, 1);
+    print("runs-longest", 0, &longest, sizeof longest);
+}
+
+/* ---- recurrent layers */
+
+/* Two requests: a tree whose second row is saved, and a chain from a slot without a state. */
+static void check_recurrences(void) {
+    enum { WIDTH = 75, HEIGHT = 21, SLOT = 2 * HEIGHT * 128 };
+    static const int32_t parents[ROWS] = {-1, 0, 1, 1, 2, -1, 5}, slots[ROWS] = {2, 2, 2, 2, 2, 0, 0},
+                         saves[ROWS] = {0, 1, 0, 0, 0, 0, 1}, fresh[ROWS] = {0, 0, 0, 0, 0, 1, 1};
+    const Forest forest = {ROWS, parents, slots, saves, fresh};
+    for (int dim = 16; dim <= 128; dim *= 2) {
+        float *states = floats(3 * SLOT, 1), *out = space(ROWS * 2 * HEIGHT * 4);
+        const RowInputs keys = {floats(ROWS * dim, 1), dim, 1, dim},
+                        reads = {floats(ROWS * dim, 1), dim, 1, dim},
+                        values = {floats(ROWS * 2 * HEIGHT, 1), 2 * HEIGHT, 2, HEIGHT},
+                        decays = {floats(ROWS * 2 * dim, 1), 2 * dim, 2, dim}, decay = {decays.data, 2, 2, 1},
+                        rates = {floats(ROWS * 2, 1), 2, 2, 1};
+        const Recurrent by_dim = {keys, reads, values, decays, rates, decays.data, states, out},
+                        by_head = {keys, reads, values, decay, rates, decays.data, states, out};
+        do_gated_delta(&forest, dim < 64 ? &by_dim : &by_head);
+        print("delta", dim, out, ROWS * 2 * HEIGHT * 4);
+        do_selective_scan(&forest, dim < 64 ? &by_head : &by_dim);
+        print("scan", dim, out, ROWS * 2 * HEIGHT * 4);
+        print("states", dim, states, 3 * SLOT * 4);
+    }
+    const RowInputs x = {floats(ROWS * 80, 3), 80, 1, WIDTH}, z = {floats(ROWS * 80, 3), 80, 1, WIDTH};
+    const float *weight = floats(4 * WIDTH, 1);
+    float *tails = floats(3 * 3 * WIDTH, 1), *y = space(ROWS * WIDTH * 4);
+    do_short_conv(&forest, &x, weight, weight + 1, 4, 1, tails, y);
+    print("conv", 0, y, ROWS * WIDTH * 4);
+    print("tails", 0, tails, 3 * 3 * WIDTH * 4);
+    do_sigmoid_rows(&x, ROWS, y);
+    print("sigmoid", 0, y, ROWS * WIDTH * 4);
+    do_softplus_rows(&x, ROWS, weight, 0.01f, 4, y);
+    print("softplus", 0, y, ROWS * WIDTH * 4);
+    for (int variant = 0; variant < 2; variant++) {
+        do_gate_rows(&x, &z, ROWS, variant, y);
+        print("gate", variant, y, ROWS * WIDTH * 4);
+        do_gated_norm(&x, &z, ROWS, weight, variant ? WIDTH / 3 : WIDTH, 1e-5f, variant, variant, y);
+        print("gated_norm", variant, y, ROWS * WIDTH * 4);
+    }
 }
 
 int main(int count, char **arguments) {
@@ -372,6 +419,7 @@ int main(int count, char **arguments) {
             for (int family = DENSE; family <= OSS; family++) check_model(kind, family);
         check_sampling();
         check_trees();
+        check_recurrences();
     }
     return 0;
 }

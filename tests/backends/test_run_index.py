@@ -105,6 +105,21 @@ def test_other_texts_are_searched_the_last_one_first(
         assert found.of(order) == [*late, *early][: PLACES[order]]
 
 
+@both
+@given(older=few, parts=st.lists(few, min_size=1, max_size=3), longest=st.integers(1, 30))
+def test_the_longest_match_is_that_of_the_longest_runs(
+    make: Make, older: list[int], parts: list[list[int]], longest: int
+) -> None:
+    other, mine, text = make(100), make(400, longest, DEPTH), []
+    other.extend(older)
+    for part in parts:
+        text.extend(part)
+        own = searched(text, text[-longest:], 0, longest, range(len(text) - 1), True)
+        theirs = searched(older, text[-longest:], 0, longest, range(len(older) - 1), False)
+        expected = max([length for length, _ in [*own, *theirs]], default=0)
+        assert mine.longest_match(part, [mine, other]) == expected and mine.length == len(text)
+
+
 @needs_c
 @given(
     parts=st.lists(texts, max_size=4),

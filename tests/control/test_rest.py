@@ -69,9 +69,9 @@ def looks_of(auto: AutoController) -> list[Batch]:
     """Will hold the batches for which something was planned."""
     found, look = [], auto._look
 
-    def counted(batch: Batch) -> None:
+    def counted(batch: Batch, steps: Sequence[RowStep] | None = None) -> None:
         found.append(batch)
-        look(batch)
+        look(batch, steps)
 
     auto._look = counted  # type: ignore[method-assign]
     return found

@@ -11,10 +11,15 @@ from simulated import SECONDS, Source
 
 from outrider.control.cost import ForwardCost
 from outrider.control.tail import SHARED, Tail
-from outrider.core.step import Batch, RowStep
+from outrider.core.row import Row
 from outrider.testing import make_row
 
 FLAT, STEEP = ForwardCost({1: SECONDS, 64: SECONDS}), ForwardCost({1: SECONDS, 64: 64 * SECONDS})
+
+
+def take(tail: Tail, rows: Sequence[Row], forward: ForwardCost = FLAT) -> float:
+    """Let it take in a step of these rows."""
+    return tail.learn(rows, [row for row in rows if row.finish_reason is not None], forward)
 
 
 def finished(tail: Tail, steps: Sequence[int], rates: Sequence[float], credited: float = 0.0) -> float:
@@ -33,7 +38,7 @@ def finished(tail: Tail, steps: Sequence[int], rates: Sequence[float], credited:
         for row, count in zip(rows, steps):
             row.steps = min(now, count)
             row.finish_reason = "stop" if count <= now else None
-        lost += tail.learn(Batch([RowStep(row, 0, 1) for row in running]), FLAT)
+        lost += take(tail, running)
     return lost
 
 
@@ -63,7 +68,7 @@ def test_gains_of_some_rows_count_in_full_where_others_take_their_places() -> No
     rows = [make_row([0] * 40, 8, id=str(i), limit=500, steps=8 * i) for i in range(8)]
     rows[7].finish_reason = "stop"
     for _ in range(40):
-        tail.learn(Batch([RowStep(row, 0, 1) for row in rows]), FLAT)
+        take(tail, rows)
     assert tail.replaced > 0.9 and tail.token_value(8, FLAT) > 0.9
 
 
@@ -92,9 +97,9 @@ def test_plain_decoding_is_as_slow_as_each_number_of_requests_was() -> None:
     tail.credit((60 * 1.6 + 1) * SECONDS, 16 * 60 + 1)
     for row in rows[:15]:
         row.finish_reason = "stop"
-    assert tail.learn(Batch([RowStep(row, 0, 1) for row in rows]), forward) == 0.0
+    assert take(tail, rows, forward) == 0.0
     rows[15].finish_reason = "stop"
-    assert tail.learn(Batch([RowStep(rows[15], 0, 1)]), forward) == pytest.approx(0.0, abs=SECONDS / 10)
+    assert take(tail, rows[15:], forward) == pytest.approx(0.0, abs=SECONDS / 10)
 
 
 @pytest.mark.parametrize("left", [1, 3])
@@ -105,10 +110,10 @@ def test_a_batch_of_which_rows_were_aborted_gives_no_credit(left: int) -> None:
     rows[0].finish_reason = "stop"
     if left == 3:  # before any had ended
         rows = rows[:3]
-    tail.learn(Batch([RowStep(row, 0, 1) for row in rows]), FLAT)
+    take(tail, rows)
     for row in rows[1:3]:
         row.finish_reason = "stop"
-    assert tail.learn(Batch([RowStep(row, 0, 1) for row in rows[1:3]]), FLAT) == 0.0
+    assert take(tail, rows[1:3]) == 0.0
     assert not tail.ended and not tail.emitted
 
 
@@ -122,7 +127,7 @@ def test_requests_whose_prompts_took_some_steps_have_begun_together() -> None:
         for late, row in enumerate(rows):
             row.steps = steps - 2 * late
         rows[ended].finish_reason = "stop"
-        lost += tail.learn(Batch([RowStep(row, 0, 1) for row in rows[ended:]]), FLAT)
+        lost += take(tail, rows[ended:])
     assert not tail.replaced and lost == pytest.approx(1.0 - 60 * SECONDS)
 
 
@@ -131,9 +136,9 @@ def test_requests_that_began_one_after_the_other_are_not_taken_for_a_batch() -> 
     first, second = (make_row([0] * 108, 8, id=str(i), limit=500) for i in range(2))
     tail.credit(150 * SECONDS, 200)
     first.steps, second.steps, first.finish_reason = 40, 20, "stop"
-    assert tail.learn(Batch([RowStep(first, 0, 1), RowStep(second, 0, 1)]), FLAT) == 0.0
+    assert take(tail, [first, second]) == 0.0
     second.steps, second.finish_reason = 40, "stop"
-    assert tail.learn(Batch([RowStep(second, 0, 1)]), FLAT) == 0.0
+    assert take(tail, [second]) == 0.0
     assert tail.shared == SHARED
 
 
@@ -143,7 +148,7 @@ def test_short_requests_beside_a_long_one_are_not_kept() -> None:
         long.steps += 10
         short = make_row([0] * 18, 8, id=str(i), limit=500, steps=10)
         short.finish_reason = "stop"
-        tail.learn(Batch([RowStep(long, 0, 1), RowStep(short, 0, 1)]), FLAT)
+        take(tail, [long, short])
     assert len(tail.ended) < 3 and len(tail.running) == 1
 
 

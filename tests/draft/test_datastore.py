@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from outrider import ConfigError
 from outrider.bench.prompts import PROMPTS, rendered
 from outrider.checkpoints.hub import locate, read_tokenizer
+from outrider.core.step import Commit
+from outrider.core.tree import Budget
 from outrider.draft.datastore import Datastore
 from outrider.draft.datastore import corpus as building
 from outrider.draft.datastore.corpus import build, order
 from outrider.draft.datastore.store import HEADER, SPAN, Store, end_mark, fingerprint, path_of
 from outrider.drafting.base import Target
-from outrider.testing import FakeTarget, make_row, propose_tree, replay, tiny_tokenizer
+from outrider.testing import FakeTarget, drafted_batch, make_row, propose_tree, replay, tiny_tokenizer
 
 VOCABULARY = 1000
 
@@ -145,6 +147,19 @@ def test_a_corpus_that_misleads_is_not_believed(tmp_path: Path) -> None:
     assert sum(sizes[400:]) < 0.7 * len(sizes[400:])
     method.forget(row, "finished")
     assert not method.lengths
+
+
+def test_the_end_of_a_text_is_no_failure(tmp_path: Path) -> None:
+    """A draft token that was right and ended the text is not among the accepted ones."""
+    method, row = drafter(made(tmp_path, [[1, 2, 3, 4]])), make_row([9, 1, 2])
+    before = [*method.memory.values]
+    batch = drafted_batch(method, row, Budget(2, 2))
+    batch[0].emitted, batch[0].closing, row.finish_reason = [3], [0], "length"
+    method.observe(Commit(batch))
+    assert method.memory.values == before
+    row.finish_reason, batch[0].emitted, batch[0].closing = None, [7], []
+    method.observe(Commit(batch))
+    assert method.memory.values != before
 
 
 # ---- reading a corpus

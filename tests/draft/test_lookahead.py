@@ -253,6 +253,15 @@ def test_latest_ngrams_are_drafted_as_a_tree() -> None:
     assert [path_of(short, node) for node in range(short.size)] == [(1,), (1, 8), (1, 2)]
 
 
+def test_the_end_of_a_text_is_no_failure() -> None:
+    drafter, row = make_drafter(Lookahead, window_size=1, level=3), make_row([30])
+    drafter.memory.pool.add(30, (1, 2))
+    before, batch = [*drafter.memory.acceptance.values], drafted_batch(drafter, row, Budget(2, 9))
+    batch[0].emitted, batch[0].closing, row.finish_reason = [1], [0], "length"
+    drafter.observe(Commit(batch))
+    assert drafter.memory.acceptance.values == before
+
+
 def test_the_text_is_in_the_pool_where_asked() -> None:
     for asked in (True, False):
         drafter = make_drafter(Lookahead, window_size=2, level=3, guess_set_size=5, pool_from_prompt=asked)

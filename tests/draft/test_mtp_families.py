@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import LATENT, NEW
+from hybrids import HYBRIDS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,6 +25,8 @@ from outrider.testing import tiny_checkpoint
 HIDDEN, LAYERS = 64, 2
 MIXTURE: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gates": HYBRIDS["qwen3-next"],
+    "gates-dense": HYBRIDS["qwen3.5"],
     "experts": ("Glm4Moe", {**NEW, **MIXTURE, "head_dim": 16, "first_k_dense_replace": 1}),
     "compressed": ("DeepseekV3", {**LATENT, "head_dim": LATENT["qk_rope_head_dim"]}),
     "windows": (
@@ -50,10 +53,9 @@ QWEN = {
 
 def with_layer(tmp_path: Path, family: str, config: dict[str, Any], qwen: bool) -> Path:
     """A checkpoint whose last layer became a prediction layer behind the others, under published names."""
-    types = config.get("layer_types")
     longer = {**config, "num_hidden_layers": LAYERS + 1}
-    if types:
-        longer["layer_types"] = [*types, "sliding_attention"]
+    if types := config.get("layer_types"):
+        longer["layer_types"] = [*types[:LAYERS], types[LAYERS - 1]]
     folder = Path(tiny_checkpoint(tmp_path, family, **longer))
     tensors, at = load_file(folder / "model.safetensors"), f"model.layers.{LAYERS}."
     torch.manual_seed(1)
@@ -80,7 +82,7 @@ def with_layer(tmp_path: Path, family: str, config: dict[str, Any], qwen: bool) 
 @pytest.fixture(params=list(FAMILIES))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     family, config = FAMILIES[request.param]
-    return with_layer(tmp_path, family, config, qwen=family == "Mellum")
+    return with_layer(tmp_path, family, config, qwen=family in ("Mellum", "Qwen3Next", "Qwen3_5Text"))
 
 
 def reference(folder: Path, ids: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,6 +97,8 @@ def reference(folder: Path, ids: list[int], states: Tensor) -> tuple[Tensor, Ten
     if not isinstance(model._keys_to_ignore_on_load_unexpected, list):  # how the class names its tensors
         model._keys_to_ignore_on_load_unexpected = []
     model._keys_to_ignore_on_load_unexpected += [rf"layers\.{LAYERS}\.", r"^mtp\."]
+    if not hasattr(model.config, "num_mtp_layers"):
+        model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
     layers = MtpModel.from_pretrained(model).eval()
     cache = MtpCache(config=model.config.get_mtp_config())
     positions = torch.arange(len(ids))[None]

@@ -321,3 +321,13 @@ def test_as_many_answers_as_requests_are_kept() -> None:
     for i in (1, 2, 1, 3):
         drafter.forget(make_row([i] * 30 + [50, 51], prompt=30), "finished")
     assert [drafter.grade(make_row([i] * 30)) for i in (1, 2, 3)] == [1, 0, 1]
+
+
+def test_a_part_of_an_answer_does_not_replace_it() -> None:
+    """An aborted request, or one of fewer tokens, says the same: the next one is drafted for in full."""
+    drafter, prompt, answer = make_drafter(Suffix), [*range(30)], [*range(100, 120)]
+    for count in (20, 0, 2):
+        drafter.forget(make_row([*prompt, *answer[:count]], prompt=30), "finished")
+    assert propose_tree(drafter, make_row(prompt), 8).tokens == answer[:8]
+    drafter.forget(make_row([*prompt, 100, 7], prompt=30), "finished")
+    assert propose_tree(drafter, make_row(prompt), 8).tokens == [100, 7]

@@ -15,6 +15,7 @@ from drafter_cases import PlainOutputs
 from helpers import answer, unpaced
 
 from outrider import LLM, ConfigError, SamplingParams, draft, verify
+from outrider.core.block_table import PAGE
 from outrider.core.step import Batch
 from outrider.core.tree import Draft
 from outrider.testing import (
@@ -104,6 +105,22 @@ def test_a_sampled_text_is_a_function_of_its_seed(rule: str, drafter: str, fast:
         check_statistics(one.outputs)
     assert [visible_parts(one.outputs) for one in together[: len(alone)]] == alone
     assert not learns or drafter == "auto" or any(one.speculation.drafted for one in together)
+
+
+@pytest.mark.parametrize("drafter", ["layerskip", "self"])
+def test_a_seed_gives_the_same_text_after_a_prefix_hit(drafter: str, llama: str) -> None:
+    """Cached pages leave one token of these prompts to compute, as if that were a step of decoding."""
+    llm = LLM(llama, max_num_seqs=1)
+    if drafter == "self":
+        llm.use({"model": "self", "draft_kv_budget": 12, "verification": "rejection"})
+    else:
+        use_drafter(llm, drafter, "rejection")
+    for seed in range(12):
+        prompt = [5 + (7 * seed + 3 * i) % 250 for i in range(2 * PAGE + 1)]
+        params = SamplingParams(temperature=0.9, top_k=4, seed=seed, max_tokens=16, ignore_eos=True)
+        first, second = answer(llm, prompt, params), answer(llm, prompt, params)
+        assert second.num_cached_tokens == 2 * PAGE
+        assert visible_parts(second.outputs) == visible_parts(first.outputs)
 
 
 def freeze(llm: LLM, memory: Any) -> None:

@@ -51,6 +51,18 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**PATCHES, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         IMAGE_ID,
     ),
+    "qwen3_5": (
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+        },
+        {**PATCHES, "num_position_embeddings": 16},
+        IMAGE_ID,
+    ),
     "idefics3": ({"model_type": "llama"}, EYE, {"image_token_id": 299}),
     "gemma3": (
         {"num_hidden_layers": 3, "sliding_window": 11, "query_pre_attn_scalar": 24, "intermediate_size": 100},

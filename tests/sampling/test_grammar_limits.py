@@ -22,6 +22,9 @@ from outrider.testing.rows import make_row
 from outrider.verify.match import Match
 
 PROMPT = [40, 41, 42]
+# The library follows some 200 tokens of the text and no more.
+COMPLEX = {"regex": "[xy]+|b(.*c.{300}|.*d.{200}|.*e.{250})*"}
+LOST = "b" + "cd" * 280
 
 
 def made(compiler: GrammarCompiler, form: dict[str, Any]) -> GrammarState:
@@ -34,13 +37,33 @@ def mask(state: GrammarState, output: Sequence[int]) -> Tensor:
     return found
 
 
-def test_a_row_whose_grammar_the_library_gives_up_is_refused(compiler: GrammarCompiler) -> None:
-    """Its text went on without a mask."""
-    state = made(compiler, {"regex": "a{1000000}"})
-    a = compiler.tokenizer.encode("a", add_special_tokens=False)
-    assert mask(state, []).any()
+def test_a_grammar_that_no_token_can_follow_is_refused_before_its_first_step(
+    compiler: GrammarCompiler,
+) -> None:
+    """The library gave up in a step, which then compiled the grammar again: all rows waited for seconds."""
     with pytest.raises(RequestError, match="too complex to follow: lexer error"):
-        mask(state, a)
+        made(compiler, {"regex": "a{1000000}"})
+    assert not [key for key in compiler.compiled if "a{1000000}" in key], "64 of them took more than 10 GB"
+    assert mask(made(compiler, {"regex": "a{1000}"}), []).any()
+
+
+def test_a_row_whose_output_is_too_complex_fails(compiler: GrammarCompiler) -> None:
+    """Its text went on without a mask."""
+    state, lost = made(compiler, COMPLEX), encoded(compiler, LOST)
+    assert mask(state, lost[:5]).any()
+    with pytest.raises(RequestError, match="too complex to follow: lexer error"):
+        mask(state, lost)
+    assert not [key for key in compiler.compiled if "c.{300}" in key], "it is not kept"
+
+
+def test_a_step_that_compiles_a_grammar_again_does_not_check_it_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first mask takes most of the time: it is computed where the output is, not at the beginning too."""
+    state = made(compiler, COMPLEX)
+    monkeypatch.setattr(compiler, "_compile", pytest.fail)
+    lose(state, encoded(compiler, LOST))
+    assert mask(state, encoded(compiler, "x")).any() and not state.drafts
 
 
 def test_thousands_of_choices_are_followed(compiler: GrammarCompiler) -> None:
@@ -52,11 +75,6 @@ def test_thousands_of_choices_are_followed(compiler: GrammarCompiler) -> None:
         assert not mask(state, path[:i])[token]
     assert mask(state, path).nonzero().numel() == mask(state, []).numel() - 1, "the text may only end"
     assert mask(state, path[:-1]).nonzero().numel() < mask(state, []).numel()
-
-
-# The library follows some 200 tokens of the text and no more.
-COMPLEX = {"regex": "[xy]+|b(.*c.{300}|.*d.{200}|.*e.{250})*"}
-LOST = "b" + "cd" * 280
 
 
 def lose(state: GrammarState, path: list[int]) -> None:
@@ -212,11 +230,3 @@ def test_kept_grammars_are_bounded_by_the_size_of_their_sources(
     assert kept() == ["b", "d"], "the least recently used one leaves"
     state = made(compiler, {"choice": ["a" * 4000]})
     assert kept() == [] and mask(state, []).any(), "larger than all that is kept: used, and not kept"
-
-
-def test_what_the_library_gives_up_on_is_not_kept(compiler: GrammarCompiler) -> None:
-    """64 of such grammars took more than 10 GB."""
-    state = made(compiler, {"regex": "a{1000000}"})
-    with pytest.raises(RequestError):
-        mask(state, compiler.tokenizer.encode("a", add_special_tokens=False))
-    assert not [key for key in compiler.compiled if "a{1000000}" in key]

@@ -36,6 +36,7 @@ MORE: dict[str, dict[str, Any]] = {
         "verbosity": "low", "reasoning_effort": "minimal", "modalities": ["text"], "logprobs": False,
         "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "logit_bias": {}, "stop": [],
         "response_format": {"type": "text"}, "functions": None, "web_search_options": None, "audio": None,
+        "vllm_xargs": {}, "logits_processors": [], "mm_processor_kwargs": {}, "kv_transfer_params": {},
     },
     RESPONSES: {
         "reasoning": {"effort": "low", "summary": None}, "text": {"format": {"type": "text"}},
@@ -71,10 +72,32 @@ def test_fields_without_an_effect_change_nothing(path: str, server: Served) -> N
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_a_refusal_has_its_cure(name: str, server: Served) -> None:
-    answer = server.post(CHAT, {**BODIES[CHAT], name: {}})
+    answer = server.post(CHAT, {**BODIES[CHAT], name: {"a": 1}})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, name, "unknown_parameter")
     assert error["message"] == f"{name} is not supported: {UNSUPPORTED[name]}."
+
+
+def test_the_header_x_request_id_names_a_request(server: Served) -> None:
+    def id_of(header: str, **more: Any) -> str:
+        answer = server.post(CHAT, {**BODIES[CHAT], **more}, headers={"X-Request-Id": header})
+        return str(answer.json()["id"])
+
+    assert id_of("trace-1") == "chatcmpl-trace-1" and id_of("trace-1", request_id="own") == "chatcmpl-own"
+    for header in ("", "a b", "x" * 201):
+        assert header not in id_of(header)[9:] or not header
+        assert len(id_of(header)) == len("chatcmpl-") + 32
+
+
+def test_sagemakers_route_takes_chats_and_completions(server: Served) -> None:
+    for path in (CHAT, COMPLETIONS):
+        answers = [server.post(each, BODIES[path]).json() for each in ("/invocations", path)]
+        assert answers[0]["choices"] == answers[1]["choices"] and "object" in answers[0]
+    for body in ({}, {"prompt": 5}, "x"):
+        assert server.post("/invocations", body).status_code == 400
+    assert server.post("/invocations", content=b"{").status_code == 400
+    stream = server.post("/invocations", {**BODIES[CHAT], "stream": True})
+    assert stream.headers["content-type"].startswith("text/event-stream")
 
 
 def test_a_response_takes_the_sampling_parameters_of_a_chat(server: Served) -> None:
@@ -114,6 +137,7 @@ def reasoning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = ["--chat-template", str(template), "--default-chat-template-kwargs", '{"greeting": "Yo"}']
     for name, value in (("temperature", "0"), ("max_new_tokens", "3")):
         flags += [f"--override-generation-config.{name}", value]
+    flags.append("--enable-force-include-usage")
     with forked("builtin", "--speculative-config", "off", "--max-model-len", "256", *flags) as running:
         yield running
 
@@ -135,6 +159,14 @@ def test_the_reasoning_effort_is_given_to_the_template(more: Any, expected: str,
     answer = reasoning.post(CHAT, {**BODIES[CHAT], **more, "return_token_ids": True}).json()
     prompt = reasoning.post("/detokenize", {"tokens": answer["prompt_token_ids"]}).json()["prompt"]
     assert prompt == expected
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_usage_may_be_forced_into_streams(path: str, reasoning: Served, server: Served) -> None:
+    for more in ({}, {"stream_options": {"include_usage": False}}):
+        body = {**BODIES[path], **more, "stream": True}
+        assert '"usage":{"prompt_tokens":' in reasoning.post(path, body).text.split("\n\n")[-3]
+        assert "usage" not in server.post(path, body).text
 
 
 def test_sampling_parameters_that_are_not_given_are_the_servers(reasoning: Served) -> None:

@@ -229,7 +229,19 @@ def test_other_faults_have_their_status(server: Served) -> None:
     assert refused(server.post(COMPLETIONS, {"prompt": "a", "model": "no"}), 404)["code"] == "model_not_found"
     refused(server.get("/v1/models/no"), 404)
     refused(server.get("/v1/nothing"), 404)
-    refused(server.post("/v1/audio/speech", {}), 404, "no route /v1/audio/speech: see /openapi.json")
+    refused(server.post("/v1/unknown", {}), 404, "no route /v1/unknown: see /openapi.json")
+    for path in ("/v1/audio/speech", "/score", "/v1/rerank", "/v2/rerank", "/pooling", "/v1/images/edits"):
+        refused(
+            server.post(path, {}), 404, f"no route {path}: it is not supported: the server generates text"
+        )
+    reasons = {
+        "/sleep": "stop the server",
+        "/reset_prefix_cache": "cache_salt",
+        "/v1/responses/x/cancel": "not stored",
+        "/api/chat": "/v1/chat/completions",
+    }
+    for path, words in reasons.items():
+        refused(server.post(path, {}), 404, words)
     for near in ("/completion", "/completions", "/v1/completion"):  # of llama-server, and mistakes
         refused(server.post(near, {}), 404, f"no route {near}: did you mean '/v1/completions'?")
     refused(server.post("/chat/completions", {}), 404, "did you mean '/v1/chat/completions'?")

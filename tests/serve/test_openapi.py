@@ -19,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from served import Served
 
+from outrider.serve.messages.protocol import MessagesErrorBody
 from outrider.serve.protocol import ErrorBody
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -131,6 +132,16 @@ BODIES = {
         "metadata": VALUES,
         "structured_outputs": made_of(**FORMS),
     },
+    "/v1/messages": {
+        "messages": several(MESSAGES),
+        "system": PARTS,
+        "tools": several(TOOLS),
+        "tool_choice": made_of("name", type=st.sampled_from(["auto", "any", "tool", "none"])),
+        "thinking": made_of("budget_tokens", type=st.sampled_from(["enabled", "disabled"])),
+        "output_config": made_of("effort", format=made_of(type=KINDS, schema=SCHEMAS)),
+        "stream": st.booleans(),
+        "stop_sequences": VALUES,
+    },
     "/tokenize": {
         "messages": several(MESSAGES),
         "tools": several(TOOLS),
@@ -149,6 +160,7 @@ HELLO = {"role": "user", "content": "Hello"}
 VALID: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [HELLO], "max_tokens": 3},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [HELLO], "max_tokens": 3},
     "/tokenize": {"messages": [HELLO]},
     "/detokenize": {"tokens": [1]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/"},
@@ -174,7 +186,8 @@ def test_nested_bodies_get_an_answer_or_an_error_of_one_shape(path: str, open_se
         assert answer.status_code < 500, answer.text
         statuses.add(answer.status_code)
         if answer.status_code != 200:
-            jsonschema.validate(answer.json(), ErrorBody.model_json_schema())
+            shape = MessagesErrorBody if path == "/v1/messages" else ErrorBody
+            jsonschema.validate(answer.json(), shape.model_json_schema())
         elif "event-stream" in answer.headers.get("content-type", ""):
             assert '"code":"500"' not in answer.text and "server_error" not in answer.text, answer.text
 

@@ -88,7 +88,7 @@ CUT = [  # reply, text, its end, types and statuses of its items
     (FORCED, '{"a": "x', "incomplete", "f-"),
     (FORCED, '{"a": "x"}', "completed", "f"),
     (Reply(HERMES, ToolUse(required=True)), f'[{F}, {{"name": "f", "arguments": {{"a', "incomplete", "f f-"),
-    (Reply(HERMES, parallel=False), f"<tool_call>{F}</tool_call>\n<tool_call>{F}", "completed", "f"),
+    (Reply(HERMES, ToolUse(single=True)), f"<tool_call>{F}</tool_call>\n<tool_call>{F}", "completed", "f"),
     (LLAMA, f"{F} and more", "completed", "f m"),
     (LLAMA, F.replace('"f"', '"z"') + " and more", "completed", "m"),
     (LLAMA, f"{F} <|python_tag|>{F}", "completed", "f m"),

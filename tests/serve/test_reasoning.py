@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,6 +82,21 @@ def test_a_stream_has_the_reasoning_in_parts_before_the_answer(thinking: Served)
     assert usage.completion_tokens_details.reasoning_tokens > 0
 
 
+def test_a_hidden_reasoning_has_no_log_probabilities(thinking: Served) -> None:
+    def tokens(**more: Any) -> str:
+        (choice,) = thinking.post(CHAT, {**BODY, "logprobs": True, **more}).json()["choices"]
+        return "".join(each["token"] for each in choice["logprobs"]["content"]).removesuffix("<|end|>")
+
+    answer = thinking.post(CHAT, BODY).json()["choices"][0]["message"]["content"]
+    assert "<think>" in tokens() and tokens(include_reasoning=False).strip() == answer
+    body = {**BODY, "logprobs": True, "stream": True, "include_reasoning": False}
+    lines = [line[6:] for line in thinking.post(CHAT, body).text.splitlines() if line.startswith("data: {")]
+    parts = [part["logprobs"] for line in lines for part in json.loads(line)["choices"]]
+    found = [each["token"] for part in parts if part for each in part["content"]]
+    assert "".join(found).removesuffix("<|end|>").strip() == answer
+    assert not tokens(include_reasoning=False, max_tokens=4), "it ends within its reasoning"
+
+
 def test_a_text_that_ends_within_its_reasoning_has_no_answer(thinking: Served) -> None:
     (choice,) = thinking.post(CHAT, {**BODY, "max_tokens": 8}).json()["choices"]
     assert choice["finish_reason"] == "length" and not choice["message"]["content"]
@@ -109,6 +125,23 @@ def test_a_response_has_a_reasoning_item_before_its_message(thinking: Served) ->
     assert order[2:6] == [
         "output_item.added", "content_part.added", "reasoning_text.done", "content_part.done"
     ]  # fmt: skip
+
+
+def test_a_message_has_a_thinking_block_before_its_text(thinking: Served) -> None:
+    whole = thinking.post("/v1/messages", BODY).json()
+    thought, text = whole["content"]
+    chat = thinking.post(CHAT, BODY).json()["choices"][0]["message"]
+    assert (thought["type"], thought["thinking"]) == ("thinking", chat["reasoning"])
+    assert thought["signature"] and text == {"type": "text", "text": chat["content"]}
+    counts = whole["usage"]
+    assert 0 < counts["output_tokens_details"]["thinking_tokens"] < counts["output_tokens"]
+    lines = thinking.post("/v1/messages", {**BODY, "stream": True}).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    deltas = [(each["index"], each["delta"]) for each in events if each["type"] == "content_block_delta"]
+    kinds = list(dict.fromkeys((index, delta["type"]) for index, delta in deltas))
+    assert kinds == [(0, "thinking_delta"), (0, "signature_delta"), (1, "text_delta")]
+    assert "".join(delta.get("thinking", "") for _, delta in deltas) == thought["thinking"]
+    assert "".join(delta.get("text", "") for _, delta in deltas) == text["text"]
 
 
 def test_tool_calls_are_read_behind_the_reasoning(thinking: Served) -> None:

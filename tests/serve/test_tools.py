@@ -131,6 +131,32 @@ def test_calls_in_tags_come_in_parts_with_the_types_of_their_schemas() -> None:
     assert all(call.complete for call in now.calls)
 
 
+def test_calls_in_tags_may_lack_the_outer_ones() -> None:
+    """Models of 4-bit weights leave them out: the calls stayed text."""
+    inner = [text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>") for text in (XML, NOW)]
+    parser, text = PARSERS["qwen3_coder"], "Let me see.\n{}\n{}\nDone.".format(*inner)
+    content, arguments = "", ["", ""]
+    for end in range(len(text) + 1):
+        now = parser.parse(text[:end], end == len(text), SCHEMAS)
+        assert now.content.startswith(content)
+        for i, call in enumerate(now.calls):
+            assert call.arguments.startswith(arguments[i])
+            arguments[i] = call.arguments
+        content = now.content
+    assert content == "Let me see.\nDone." and [call.name for call in now.calls] == ["add", "now"]
+    assert [json.loads(each) for each in arguments] == [EXPECTED, {}]
+    opened = parser.parse(f"{inner[0]}\n</tool_call>\n{NOW}", True, SCHEMAS)
+    assert not opened.content and [call.name for call in opened.calls] == ["add", "now"]
+
+
+def test_a_tag_without_the_outer_one_is_text_if_it_names_no_tool() -> None:
+    parser = PARSERS["qwen3_coder"]
+    for text in ("Write <function=f> in front.", "<function=", f"A <function=f> {NOW[12:-13]}"):
+        assert parser.parse(text, True, {"add": {}}) == Parsed(text, [])
+    (call,) = parser.parse(f"Not <function=f>.\n{NOW}", True, SCHEMAS).calls
+    assert call.name == "now"
+
+
 def test_a_call_in_tags_that_is_cut_off_is_not_complete() -> None:
     (call,) = PARSERS["qwen3_coder"].parse(XML[: XML.index("True")], True, SCHEMAS).calls
     assert not call.complete and json.loads(call.arguments + "}") == {"a": 1, "code": EXPECTED["code"]}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from outrider.backends.candidates import Candidates
 from outrider.backends.launch import AttentionShape, Call, Launched
+from outrider.backends.recurrence import Recurrence
 from outrider.backends.rules import DistributionOps, TreeVerifier
 from outrider.cache.pool import Pool
 from outrider.core.lora import Adapted, LayerSizes, Runs
@@ -194,10 +195,7 @@ class TopNext(Protocol):
 
 
 class FusedModel(Protocol):
-    """A whole model in one call.
-
-    A forward evicts the processor's caches.  Operations in a separate call after it are therefore slower.
-    """
+    """A whole model in one call.  It evicts the processor's caches: operations in calls after it are slower."""
 
     def pack_ends(self, embedding: Any, norm: Tensor, head: Any, scale: float = 1.0, cap: float = 0.0) -> Any:
         """Pack the ends of a model.  scale: factor of embeddings.  cap: soft cap of logits, or 0."""
@@ -236,6 +234,8 @@ class Backend(Protocol):
     def pick_next(self) -> PickNext | None: ...
     @property
     def top_next(self) -> TopNext | None: ...
+    @property
+    def recurrence(self) -> Recurrence: ...
 
     # ---- linear layers, embeddings and norms
 

@@ -61,6 +61,11 @@ class Index(Protocol):
         is overwritten by the next call with, or without, `texts`.
         """
 
+    def longest_match(self, tokens: Sequence[int], texts: Sequence[Any]) -> int:
+        """Append `tokens`, then return how many tokens of the text's end agree with the best of the latest
+        places in `texts`, which may include the text itself: of `RUNS[0]` to `longest`, or 0.
+        """
+
 
 def hash_bits(capacity: int) -> int:
     """Bits of a hash: at most one value for every token."""
@@ -130,6 +135,12 @@ class ReferenceIndex:
         self.extend(tokens)
         context = array("i", [*self.tokens[-self.longest :], *ahead][-self.longest :])
         return _Found(self, context, texts)
+
+    def longest_match(self, tokens: Sequence[int], texts: Sequence[ReferenceIndex]) -> int:
+        self.extend(tokens)
+        context = self.tokens[-self.longest :]
+        places = [text.places(context, 0, self.longest) for text in texts]
+        return max([length for found in places for length, _ in found], default=0)
 
     def places(self, context: array[int], order: int, cap: int) -> list[tuple[int, int]]:
         """(number of agreeing tokens, at most `cap`; place) of the most recent places."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,22 +33,37 @@ class Question(NamedTuple):
     before: tuple[Mapping[str, str], ...] = ()
 
 
-def read(path: Path, limit: int | None = None, raw: bool = False) -> list[Question]:
+def read(
+    path: Path, limit: int | None = None, raw: bool = False, unread: Callable[[str], None] | None = None
+) -> list[Question]:
     """Read at most `limit` questions of each category.
 
-    raw: without a chat template.  Raises RequestError naming the file and the line or entry.
+    raw: without a chat template.  unread: called with the place and the fault of each line or entry that
+    holds no prompt; without it, they raise RequestError.
     """
     text = text_of(path, "the prompts", RequestError)
     found = records(path.suffix, text.encode())
     if found is None:
         questions = [Question(path.stem, (line,), raw) for line in text.splitlines() if line.strip()]
     else:
-        questions = [_question(line, f"{path}, {place}", raw) for place, line in found]
+        questions = list(_questions(found, path, raw, unread))
     if not questions:
         raise RequestError(f"{path} holds no prompts.")
     if set(MT_BENCH) <= {question.category for question in questions}:
         questions = [q._replace(category=CHAT) if q.category in MT_BENCH else q for q in questions]
     return list(_limited(questions, limit))
+
+
+def _questions(
+    found: Iterable[tuple[str, bytes]], path: Path, raw: bool, unread: Callable[[str], None] | None
+) -> Iterator[Question]:
+    for place, line in found:
+        try:
+            yield _question(line, f"{path}, {place}", raw)
+        except RequestError as error:
+            if unread is None:
+                raise
+            unread(str(error))
 
 
 def _limited(questions: Iterable[Question], limit: int | None) -> Iterable[Question]:

@@ -37,6 +37,17 @@ class Rounds:
     fresh: bool = True
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C after something was measured.
+
+    results: of the rounds that are complete; if none is, of the groups that all methods have answered.
+    """
+
+    def __init__(self, results: list[Measured]) -> None:
+        super().__init__()
+        self.results = results
+
+
 def measure(
     llm: LLM,
     configs: Configs,
@@ -56,7 +67,7 @@ def measure(
     others: other engines by label, which take turns with the configs until they raise Stopped.
 
     Returns the best of all rounds, and the seconds of each; at the end the engines that were stopped, without
-    runs.
+    runs.  Raises Interrupted.
     """
     measurement = _Measurement(llm, configs, grouped(prompts, rounds.batch_size), params, rounds, tick)
     return measurement.results(others or {})
@@ -96,8 +107,18 @@ class _Measurement:
 
     def results(self, others: Mapping[str, Attempt]) -> list[Measured]:
         """Run all rounds."""
-        began, peers = time.monotonic(), _Peers(others)
-        found: list[dict[tuple[str, int], Run]] = []
+        peers, found = _Peers(others), list[dict[tuple[str, int], Run]]()
+        try:
+            self._run(peers, found)
+        except KeyboardInterrupt:
+            if not (kept := self._kept(peers, found)):
+                raise
+            raise Interrupted(self._measured(peers, kept)) from None
+        return self._measured(peers, found)
+
+    def _run(self, peers: _Peers, found: list[dict[tuple[str, int], Run]]) -> None:
+        """Add the runs of each round."""
+        began = time.monotonic()
         for label in [*peers.attempts]:
             peers.run(label, *self.groups[0], 1)  # warm up
         while len(found) < self.rounds.repeats:
@@ -109,7 +130,24 @@ class _Measurement:
                 self._prepare()
             for label, variant in self.variants.items():
                 variant.engine.drafter.memory = self.memories[label]
-            found.append(self._round(len(found), peers))
+            found.append({})
+            self._round(len(found) - 1, peers, found[-1])
+
+    def _kept(
+        self, peers: _Peers, found: list[dict[tuple[str, int], Run]]
+    ) -> list[dict[tuple[str, int], Run]]:
+        """The rounds that can be compared if the last one is not complete."""
+        labels = [*self.variants, *peers.attempts]
+        if len(found) > 1:
+            (*found, last), whole = found, len(labels) * len(self.groups)
+            return [*found, last] if len(last) == whole else found
+        kept = dict[tuple[str, int], Run]()
+        for i in range(len(self.groups)):
+            if found and all((label, i) in found[0] for label in labels):
+                kept |= {(label, i): found[0][label, i] for label in labels}
+        return [kept] if kept else []
+
+    def _measured(self, peers: _Peers, found: list[dict[tuple[str, int], Run]]) -> list[Measured]:
         promises = {label: variant.engine.rule.promise for label, variant in self.variants.items()}
         results = _results(found, {**promises, **dict.fromkeys(peers.attempts, "")})
         return results + [Measured(label, [], "", why) for label, why in peers.stopped.items()]
@@ -121,9 +159,8 @@ class _Measurement:
         for label, variant in self.variants.items():
             once(variant, *self.groups[0], self.params, self.memories[label])
 
-    def _round(self, number: int, peers: _Peers) -> dict[tuple[str, int], Run]:
-        """(label, group) -> its best run."""
-        best: dict[tuple[str, int], Run] = {}
+    def _round(self, number: int, peers: _Peers, best: dict[tuple[str, int], Run]) -> None:
+        """Add (label, group) -> its best run."""
         for i, (kind, group) in enumerate(self.groups):
             order = [*self.variants, *peers.attempts]
             first = (i + number) % len(order)
@@ -135,7 +172,6 @@ class _Measurement:
                 self.tick(label)
         for variant in self.variants.values():
             variant.engine.check()
-        return best
 
     def _best_run(self, variant: LLM, kind: str, group: list[Any]) -> Run:
         memory = variant.engine.drafter.memory  # all runs start from what the drafter knows now

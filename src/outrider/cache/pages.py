@@ -14,16 +14,21 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 from outrider.cache.pool import Pool
-from outrider.core.block_table import PAGE, ROOT, BlockTable
+from outrider.core.block_table import NO_STATE, PAGE, ROOT, BlockTable
 
 Key = tuple[Hashable, tuple[int, ...]]  # of an indexed page: the node or root before it, its tokens
 
 
 class Cache:
-    """Allocator of `pages` pages.  Touches no tensor, except that `fork` copies a page in every pool."""
+    """Allocator of `pages` pages.  Touches no tensor, except that `fork` copies a page in every pool.
 
-    def __init__(self, pages: int, capacity: int, prefix_caching: bool = True) -> None:
-        self.pages, self.capacity, self.prefix_caching = pages, capacity, prefix_caching
+    states: number of state slots of a model with recurrent layers; every table has one of them.  Such tables
+    share no pages, as a state is that after all tokens of a request.
+    """
+
+    def __init__(self, pages: int, capacity: int, prefix_caching: bool = True, states: int = 0) -> None:
+        self.pages, self.capacity, self.prefix_caching = pages, capacity, prefix_caching and not states
+        self.states, self.free_states = states, [*reversed(range(states))]
         self.pools: list[Pool] = []
         self.free = [*reversed(range(pages))]  # a stack: fresh pages come out in ascending order
         self.owners = [0] * pages
@@ -44,6 +49,8 @@ class Cache:
         root: not a positive int, as the nodes of the index are.
         """
         table = BlockTable(array("i", bytes(4 * self.capacity)), root=root)
+        if self.states:
+            table.state = self.free_states.pop()
         self.tables.add(table)
         return table
 
@@ -71,6 +78,9 @@ class Cache:
             self._drop(page)
         table.pages.clear()
         table.room = 0
+        if table.state != NO_STATE:
+            self.free_states.append(table.state)
+            table.state = NO_STATE
         self.tables.discard(table)
 
     def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
@@ -125,12 +135,13 @@ class Cache:
         for table in self.tables:
             table.pages.clear()
             table.nodes.clear()
-            table.room = 0
+            table.room, table.state = 0, NO_STATE
         self.tables.clear()
         self.idle.clear()
         self.index.clear()
         self.entry.clear()
         self.free = [*reversed(range(self.pages))]
+        self.free_states = [*reversed(range(self.states))]
         self.owners = [0] * self.pages
 
     def check(self) -> None:
@@ -143,6 +154,8 @@ class Cache:
                 assert table.slots[i * PAGE : (i + 1) * PAGE] == _slots(page), (
                     f"slots of page {page} are wrong"
                 )
+        states = sorted([*self.free_states, *[table.state for table in self.tables if self.states]])
+        assert states == [*range(self.states)], "a state slot is lost, or held twice"
         assert held == self.owners, "owner counts do not match the tables"
         free, idle = set(self.free), set(self.idle)
         assert len(free) == len(self.free), "a page is free twice"

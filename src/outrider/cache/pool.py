@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from outrider.cache.states import StatePool
 from outrider.core.huge_pages import large_zeros
 from outrider.errors import ConfigError
 
@@ -31,9 +32,12 @@ class Pool:
     head_bytes: from one K/V head to the next.  plane_bytes: from K of a layer to its V, and on to the next K.
     address: of the first byte.  Kept, as a tensor takes 10 µs to tell it right behind a forward.
 
+    states: of the recurrent layers, if the model has some
+
     Several pools may share one allocator: the pool of a draft model uses the target's slots.
     """
 
+    states: StatePool | None = None
     SLACK = 64  # bytes past the end that a kernel may read, and does not use
 
     def __init__(

@@ -53,12 +53,12 @@ SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
 }  # model types unknown to transformers -> the known one with the same decoder, and its names of some keys
 BY_TYPE = ("MedusaModel", "StableLMEpoch")  # class name prefixes for which the model_type decides
-# Prefixes of the model types with a recurrent state.
-STATEFUL = (
-    "mamba", "rwkv", "jamba", "recurrent_gemma", "recurrentgemma", "xlstm", "zamba", "falcon_h1",
-    "falcon_mamba", "bamba", "nemotron_h", "kimi_linear", "zaya",
-)  # fmt: skip
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# Prefixes of the model types without attention, or with recurrences for which there are no kernels.
+STATEFUL = ("mamba", "rwkv", "recurrent_gemma", "recurrentgemma", "xlstm", "falcon_mamba", "zaya")
+LAYER_TYPES = {
+    "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "mlp",
+    "moe",
+}  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
@@ -296,14 +296,13 @@ def refuse(config: Any) -> None:
         raise ModelError(f"{name} is an encoder-decoder model; Outrider runs decoder-only language models.")
     if kind.startswith(STATEFUL):
         raise ModelError(
-            f"{name} keeps a recurrent state instead of K/V (a state-space model), "
-            "which cannot be verified as a tree."
+            f"{name} keeps a recurrent state of a kind that is not supported: Outrider runs hybrids of "
+            "attention with gated delta rules, Mamba or short convolutions."
         )
     if unsupported := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         raise ModelError(
             f"{name} has layers of the kind {', '.join(sorted(unsupported))}: Outrider verifies trees in "
-            "full, sliding-window and chunked attention only (a recurrent state has no K/V that could be "
-            "kept for each node of a tree)."
+            "full, sliding-window and chunked attention and in recurrent layers."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from typer import Option
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.llm import LLM
 
+MOST_NAMED = 20  # lines of the prompts that cannot be read
 ALL_METHODS = "all"  # every demonstration on the built-in models
 LOG = "Append the results as one line of JSON to this file; - is standard output."
 
@@ -46,6 +47,31 @@ Plot = Annotated[
 ]
 
 
+class Unread:
+    """Prompts that cannot be read: named as they come, and counted."""
+
+    count = 0
+
+    def __call__(self, fault: str) -> None:
+        self.count += 1
+        if self.count <= MOST_NAMED:
+            note(f"left out: {fault}")
+
+
+class Found(NamedTuple):
+    """Results of a measurement.
+
+    short: groups of prompts left out, as their answers have one token.  interrupted: by Ctrl-C.
+    """
+
+    results: list[Measured]
+    short: int
+    interrupted: bool
+
+    def about(self) -> dict[str, Any]:
+        return {"left out, of one token": self.short, "interrupted": self.interrupted}
+
+
 @shared
 def bench(
     engine: Given,
@@ -64,7 +90,7 @@ def bench(
     """Measure methods against plain decoding, by category, with the same prompts and seeds.
 
     Times include prefill, from an empty prefix cache.  The exit status is 1 if a method that promises the
-    same tokens changed one.
+    same tokens changed one.  Ctrl-C ends the measurement with the results so far, and status 130.
     """
     from rich.console import Console
 
@@ -76,25 +102,27 @@ def bench(
     file, raw = one_of("file of prompts", file, asked.get("file")), asked["raw"]
     draft, levels = compared.get("draft"), compared.get("levels")
     peers = [Rival.parse(text, engine["model"], draft) for text in compared.get("peers") or []]
-    given = compared.get("methods"), compared.get("configs"), draft, levels
-    configs = configs_of(*given, engine["model"])
+    configs = configs_of(compared.get("methods"), compared.get("configs"), draft, levels, engine["model"])
     if plot is not None:
         _check_drawn(plot, len(configs) > 1 or bool(peers))
-    sink, console = opened(out), Console(stderr=out == "-")
-    questions = read(file, limit, raw) if file else None
+    sink, console, unread = opened(out), Console(stderr=out == "-"), Unread()
+    questions = read(file, limit, raw, unread) if file else None
     llm = load(engine, max_num_seqs=batch_size)
     prompts, left_out = prompts_for(llm, questions, params, raw, turns)
     others = partial(running, peers, llm, params, levels or 5, peer_timeout)
-    results, short = run(llm, configs, prompts, params, Rounds(repeats, batch_size), others, console)
-    show(results, left_out, short, console)
+    found = run(llm, configs, prompts, params, Rounds(repeats, batch_size), others, console)
+    results = found.results
+    show(results, left_out, found.short, unread.count, console)
     if sink:
-        about = {"prompts": file and str(file), "left out": left_out, "left out, of one token": short}
+        about = {"prompts": file and str(file), "left out": left_out, "left out, unread": unread.count}
         settings = {"batch size": batch_size, **measured, "repeats": repeats, "raw": raw}
-        record(sink, llm, {**about, "settings": settings, "configs": configs}, results)
+        record(sink, llm, {**about, **found.about(), "settings": settings, "configs": configs}, results)
     if plot is not None and results[0].runs:
         draw(results, plot, f"{engine['model']}, batch {batch_size}, {described(params)}")
     if llm.engine.exact and any(result.differs(results[0]) for result in results):
         raise typer.Exit(1)
+    if found.interrupted:
+        raise typer.Exit(130)
 
 
 def params_of(measured: Given) -> SamplingParams:
@@ -179,23 +207,27 @@ def run(
     rounds: Rounds,
     running: Callable[[], AbstractContextManager[dict[str, Attempt]]],
     console: Console,
-) -> tuple[list[Measured], int]:
-    """Results, also of other engines, and the number of groups of prompts left out: one-token answers."""
+) -> Found:
+    """Measure, also other engines."""
     from outrider.bench.measure import grouped, too_short
     from outrider.bench.report import counted
-    from outrider.bench.rounds import measure
+    from outrider.bench.rounds import Interrupted, measure
 
-    groups = len(grouped(prompts, rounds.batch_size))
+    groups, interrupted = len(grouped(prompts, rounds.batch_size)), False
     with (
         running() as others,
         counted("Measuring", (len(configs) + len(others)) * groups * rounds.repeats, console) as tick,
     ):
-        results = measure(llm, configs, prompts, params, rounds, tick, others)
+        try:
+            results = measure(llm, configs, prompts, params, rounds, tick, others)
+        except Interrupted as error:
+            results, interrupted = error.results, True
+            console.print("Interrupted: these are the results so far.")
     short = too_short(results)
-    return [result.without(short) for result in results], len(short)
+    return Found([result.without(short) for result in results], len(short), interrupted)
 
 
-def show(results: Sequence[Measured], left_out: int, short: int, console: Console) -> None:
+def show(results: Sequence[Measured], left_out: int, short: int, unread: int, console: Console) -> None:
     """Tables of the results, and what was left out of them."""
     kinds = results[0].kinds
     if kinds:
@@ -208,6 +240,8 @@ def show(results: Sequence[Measured], left_out: int, short: int, console: Consol
         )
     if left_out:
         console.print(f"Left out, as prompt and answer exceed the context: {left_out}.")
+    if unread:
+        console.print(f"Left out, as they could not be read: {unread}.")
 
 
 def _show_tables(results: Sequence[Measured], console: Console) -> None:

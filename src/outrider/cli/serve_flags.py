@@ -162,7 +162,6 @@ _REFUSED = (  # what would be missed; the help is the cure
     Flag("", bool, "--special -sp", "give skip_special_tokens in the requests", False),
     Flag("", bool, "--guided-decoding-disable-any-whitespace",
          "give structured_outputs with disable_any_whitespace in the requests", False),
-    Flag("", bool, "--enable-force-include-usage", "give stream_options in the requests", False),
     *(Flag("", str, f"--{name}", _RULE) for name in (
         "samplers", "sampler-seq --sampling-seq", "typical --typical-p", "top-nsigma --top-n-sigma",
         "mirostat", "xtc-probability", "dry-multiplier", "dynatemp-range", "logits-processors",

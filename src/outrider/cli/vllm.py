@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = {
     _BACKEND: (
         "attention-config -ac|kernel-config|additional-config|override-attention-dtype|"
         "cudagraph-capture-sizes|max-cudagraph-capture-size|moe-backend|linear-backend|performance-mode",
-        "specialize-active-lora",
+        "specialize-active-lora|enable-flashinfer-autotune --no-enable-flashinfer-autotune",
     ),
     _FILES: ("pt-load-map-location", "allow-deprecated-quantization|enable-lora-bias"),
     _KV: (
@@ -55,6 +55,7 @@ _WITHOUT_EFFECT = {
         "enable-tower-connector-lora",
     ),
     _DOCS: ("", "enable-offline-docs"),
+    "one process answers HTTP": ("renderer-num-workers", ""),
     "one library compiles all grammars": ("", "guided-decoding-disable-fallback"),
     "responses have no system_fingerprint": ("fingerprint-mode|fingerprint-value", ""),
     "headers have 64 KiB, and bodies --max-body-bytes": (
@@ -80,7 +81,7 @@ _REFUSED = {
         "",
     ),
     "the server generates text": ("pooler-config|override-pooler-config", ""),
-    "use one of the formats of --reasoning-parser": ("reasoning-parser-plugin", ""),
+    "use one of the formats of --reasoning-parser": ("reasoning-parser-plugin|reasoning-config", ""),
     "change config.json in a copy of the model's folder": ("hf-config-path", ""),
     "use --max-model-len with the size of the window": ("", "disable-sliding-window"),
     "the client calls the tools: leave it out": ("tool-server", ""),

@@ -68,7 +68,7 @@ class Accounts:
     def until(self, lacks: float) -> int:
         """Plain steps until the ledgers have room for so many more seconds."""
         load = self.load
-        return math.ceil(lacks * load.batch / (load.share * load.decode)) if lacks > 0 else 0
+        return math.ceil(lacks * load.batch / (load.loss_share * load.decode)) if lacks > 0 else 0
 
     def wait(self, k: int, cost: float) -> int:
         """Plain steps until a trial of drafter k may cost so much, at most `LONGEST_PAUSE`."""

@@ -90,11 +90,15 @@ class AutoController(StandingPlans):
         self.began = one_time()
         if self.settles:
             self._follow(batch)
+        elif self.vain:  # the last trial has failed
+            self._take_changed(batch)
+        elif rest is not None and rest.promising:
+            self._look_at_promising(batch, rest)
         elif self.stale:
             self._look(batch)
         else:
             self._look_at_new(batch)
-        if self.vain:
+        if self.vain and self.load.batch:
             self._begin_rest()
             return [NO_BUDGET] * len(batch)
         self.anchored = self._anchor()
@@ -117,16 +121,18 @@ class AutoController(StandingPlans):
 
     def _begin_rest(self) -> None:
         """Rest until the next drafter may be considered, for these rows and for new ones."""
-        least = math.ceil(self.look_seconds / (self.load.explore * self.load.decode))
+        self._charge(self.looked)
+        # what drafts that have paid took is no work for a rest to make up for
+        worked = min(self.worked, 2 * self.look_seconds)
+        least = math.ceil(worked / (self.load.explore * self.load.decode))
         new = max(least, wait) if (wait := closed(self.planner)) else 0
         longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
         count = len(self.rows)
         depth, need = self.limits.depth_for(count), least_need(self.planner)
-        self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count)
+        self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count, self.clock)
         self.anchored = self.vain = self.due = False
         self.since_plain = 0
-        self._charge(self.looked)
-        self.looked = 0.0
+        self.looked = self.worked = 0.0
 
     def _rests(self, rest: Rest, batch: Batch) -> bool:
         """Whether a rest goes on in a step in which something has to be looked at."""
@@ -137,6 +143,11 @@ class AutoController(StandingPlans):
         rest.settle()
         self.rest, self.load, self.stale, self.cold = None, rest.load, True, True
         return False
+
+    def _look_at_promising(self, batch: Batch, rest: Rest) -> None:
+        """Plan for the rows that have ended a rest; the others are considered when it would have ended."""
+        self._look(batch, [step for step in batch if step.row in rest.promising])
+        self.planner.wait = min(self.planner.wait, max(1, rest.longest - rest.taken))
 
     def _anchor(self) -> bool:
         """Whether a plain step, without prompt tokens, is due to measure its cost again."""
@@ -240,6 +251,16 @@ class AutoController(StandingPlans):
             if not self.settles:
                 self._digest()
             self._drop_plans(tried)
+            if tried and not (self.settles or self.plans or ended):
+                self.vain = self._failed(batch)
+
+    def _failed(self, batch: Batch) -> bool:
+        """Whether trials have shown nothing, and no other one is due: a look at all rows would be in vain."""
+        if any(step.accepted for step in batch):
+            return False
+        wait = closed(self.planner)
+        self.planner.wait = min(self.planner.wait, wait)
+        return wait > 0
 
     def settle(self, computes: bool = True) -> None:
         """Take in what is due, and plan, while a device computes the next step with its old plans.

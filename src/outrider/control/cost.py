@@ -6,7 +6,8 @@
 - pace(batch) is the present speed of the machine for a batch of that many requests.  A slow minute changes
   the pace, not the table, so it slows plain and speculative steps alike and switches nothing.
 - The table is measured without what each request takes beside the forward, such as its attention, sampling
-  and output.  Rows beyond one a request take less: `share(batch)` of the pace, at first what is in the table.
+  and output.  Rows beyond one a request take less: `further_row(batch)` of the pace, at first what is in the
+  table.
 - One step moves an estimate by little: surprises are clipped.
 """
 
@@ -29,8 +30,8 @@ PACE_RATE = 0.1
 RATE = 0.05  # of the moving averages of tokens per second, and of the time that idle drafters take
 OUTLIER = 3.0  # drafting that takes longer than so many times its expected seconds is cut, in the ledger
 FIRST_RATE, LAST_RATE = 0.5, 0.03  # of a table entry: at its first observation, and after many
-# Of the shares: those between are told from noise; and the part of a surprise that they learn.
-LEAST_SHARE, MOST_SHARE, SHARE_RATE = 0.5, 0.85, 0.1
+# Of what further rows take: parts between are told from noise; and the part of a surprise that they learn.
+LEAST_FURTHER, MOST_FURTHER, FURTHER_RATE = 0.5, 0.85, 0.1
 GROWTH = 2  # rows of a forward over the most that were seen before
 CLIP, NEW = 0.25, 3  # largest surprise of a step, as a logarithm: more for the first ones of an entry
 
@@ -49,7 +50,7 @@ class ForwardCost:
         self.counts = [NEW + 1 if rows <= most else 0 for rows in ROWS]
         self.measured = len(measured or ()) > 1
         self.paces: dict[int, float] = {}
-        self.shares: dict[int, float] = {}
+        self.further_rows: dict[int, float] = {}
         self.plain_steps: Counter[int] = Counter()  # by batch
         self.rates: dict[int, tuple[float, float]] = {}  # batch -> moving averages of tokens and seconds
         self.jumps = 0  # direction of the last plain step, if it was far off
@@ -83,9 +84,9 @@ class ForwardCost:
         near = [n for other, n in self.plain_steps.items() if 4 * abs(other - batch) <= batch]
         return max(near, default=0)
 
-    def share(self, batch: int) -> float:
+    def further_row(self, batch: int) -> float:
         """What a row beyond one a request takes, as a part of the table at the pace of so many requests."""
-        return self.shares.get(batch, 1.0)
+        return self.further_rows.get(batch, 1.0)
 
     def base(self, rows: int, context: int = 0) -> float:
         """Seconds at pace 1 of a forward over so many rows, which attend to `context` positions together."""
@@ -130,9 +131,9 @@ class ForwardCost:
         if first or (deviation < 0 and self.plain_steps[batch] <= NEW):
             self.paces[batch] = ratio
             self.counts[_nearest(rows)] |= first and rows in ROWS
-            self.shares.pop(batch, None)
-            if self.measured and ratio > 1 / MOST_SHARE:
-                self.shares[batch] = max(LEAST_SHARE, 1 / ratio)
+            self.further_rows.pop(batch, None)
+            if self.measured and ratio > 1 / MOST_FURTHER:
+                self.further_rows[batch] = max(LEAST_FURTHER, 1 / ratio)
         elif abs(deviation) < CLIP:
             rate = max(1 - (1 - PACE_RATE) ** steps, steps / self.plain_steps[batch])
             self.paces[batch] = self.pace(batch) * math.exp(rate * deviation)
@@ -148,12 +149,12 @@ class ForwardCost:
 
     def learn_drafting(self, batch: int, rows: int, context: int, seconds: float) -> float:
         """Take in a step with drafts: it gives the cost of its rows.  Returns the logarithmic surprise."""
-        share, alone, together = self.share(batch), self.base(batch), self.base(rows, context)
-        expected = self.pace(batch) * (alone + share * (together - alone))
+        part, alone, together = self.further_row(batch), self.base(batch), self.base(rows, context)
+        expected = self.pace(batch) * (alone + part * (together - alone))
         surprise = math.log(max(seconds, 1e-12) / expected)
-        if batch in self.shares:
-            learned = share * math.exp(SHARE_RATE * max(-CLIP, min(CLIP, surprise)))
-            self.shares[batch] = min(1.0, max(LEAST_SHARE, learned))
+        if batch in self.further_rows:
+            learned = part * math.exp(FURTHER_RATE * max(-CLIP, min(CLIP, surprise)))
+            self.further_rows[batch] = min(1.0, max(LEAST_FURTHER, learned))
         if rows <= ROWS[-1]:
             self._learn_cell(_nearest(rows), surprise)
         return surprise

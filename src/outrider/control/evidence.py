@@ -150,7 +150,7 @@ class Evidence:
 
     def _earn(self, spent: float, plain: float, load: Load, tokens: int) -> None:
         """Enter seconds, and those of plain decoding, into the ledger of all requests."""
-        self.ledger.add_steps(spent, plain, load.share)
+        self.ledger.add_steps(spent, plain, load.loss_share)
         self.tail.credit(plain, tokens)
         for trials in self.trials:
             trials.earn(plain, load.decode, load.allowance)
@@ -179,13 +179,13 @@ class Evidence:
                 unpaid += lost
         self.ledger.add(max(0.0, unpaid), 0.0)
 
-    def finish(self, rows: Iterable[Row], batch: Batch, load: Load) -> None:
+    def finish(self, rows: Sequence[Row], batch: Batch, load: Load) -> None:
         """Complete what is known of rows that have ended in a step."""
         for row in rows:
             self.close(row, load)
-        never_saved = self.tail.learn(batch, self.forward)
-        self.ledger.add(never_saved, 0.0)
-        self.total.plain_seconds -= never_saved
+        if never_saved := self.tail.learn(batch.rows, rows, self.forward):
+            self.ledger.add(never_saved, 0.0)
+            self.total.plain_seconds -= never_saved
 
     def drop_ended(self) -> None:
         """Forget rows that ended outside a step, unless some are still to be completed."""

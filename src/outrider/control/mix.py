@@ -60,7 +60,7 @@ class MixAsks:
         if tried_by_some or not asks:
             return asks
         load, costs = self.load, self.planner.evidence.drafting
-        drafting = load.weight * load.pace * costs.expected(k, len(asks), depth)
+        drafting = load.delay_factor * load.pace * costs.expected(k, len(asks), depth)
         return asks if gain > self.load.rate * (verify + drafting) else {}
 
     def _missed(self, r: int, drafts: Mapping[int, Draft]) -> float:

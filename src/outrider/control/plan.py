@@ -152,7 +152,7 @@ class Load:
 
     decode: seconds of a step without the tokens of prompts and resumed texts, which have to be computed in
     any case: what one more token of every row is worth.
-    most: seconds that draft nodes may add.  Those beside prompt tokens delay the first token of the prompt.
+    max_added: seconds that draft nodes may add.  Those beside prompt tokens delay the prompt's first token.
     max_nodes: `nodes`, once it was asked for.
     verified: seconds of draft nodes, as far as they were asked for.  costs: of none, one, two, …
     """
@@ -163,14 +163,14 @@ class Load:
     context: int = 0
     pace: float = 1.0
     node_pace: float = 1.0  # the same for rows beyond one a request
-    weight: float = 1.0  # of seconds that drafts add, by the requests that they delay
+    delay_factor: float = 1.0  # of seconds that drafts add, by the requests that they delay
     plain: float = 0.0
     decode: float = 0.0
     rate: float = 0.0  # tokens per second that drafts have to beat
     token_value: float = 1.0  # part of `token` that an accepted token is worth
     allowance: float = 1.0  # part of the usual losses that it may have
     base: float = 0.0  # seconds of the rows at pace 1, without context
-    most: float = math.inf
+    max_added: float = math.inf
     max_nodes: float = 0.0
     verified: dict[int, float] = field(default_factory=dict)
     costs: list[float] = field(default_factory=list)
@@ -186,7 +186,7 @@ class Load:
                 emitting += 1
                 read += end
         pace = forward.pace(emitting)
-        base, added = forward.base(rows), pace * forward.share(emitting)
+        base, added = forward.base(rows), pace * forward.further_row(emitting)
         decode = pace * forward.base(emitting, read)
         plain = decode + added * (forward.base(rows, context) - forward.base(emitting, read))
         load = Load(forward, emitting, rows, context, pace, added, plain=plain, decode=decode, base=base)
@@ -194,15 +194,15 @@ class Load:
         load.allowance = allowance(emitting, forward.growing(emitting))
         load.rate = max(emitting / decode, forward.rate(emitting)) / load.token_value if emitting else 0.0
         if rows > emitting:
-            load.most = PREFILL_DELAY * plain
-            load.weight = (len(batch) + batch.waiting) / max(1, emitting)
+            load.max_added = PREFILL_DELAY * plain
+            load.delay_factor = (len(batch) + batch.waiting) / max(1, emitting)
         return load
 
     @staticmethod
     def plain_step(forward: ForwardCost, rows: int, tail: Tail | None = None) -> Load:
         """A step in which so many rows decode, with short contexts."""
         pace, base = forward.pace(rows), forward.base(rows)
-        plain, added = pace * base, pace * forward.share(rows)
+        plain, added = pace * base, pace * forward.further_row(rows)
         load = Load(forward, rows, rows, 0, pace, added, plain=plain, decode=plain, base=base)
         load.token_value = tail.token_value(rows, forward) if tail is not None else 1.0
         load.allowance = allowance(rows, forward.growing(rows))
@@ -225,7 +225,7 @@ class Load:
         return self.token_value * self.token
 
     @property
-    def share(self) -> float:
+    def loss_share(self) -> float:
         """Part of its time that may be lost."""
         return SHARE * self.allowance
 
@@ -239,8 +239,8 @@ class Load:
         """The most draft nodes that may be added, at least one."""
         if not self.max_nodes:
             self.max_nodes = math.inf
-            if self.most < math.inf:
-                self.max_nodes = max(1, bisect_right(range(1, MOST_NODES), self.most, key=self.added))
+            if self.max_added < math.inf:
+                self.max_nodes = max(1, bisect_right(range(1, MOST_NODES), self.max_added, key=self.added))
         return self.max_nodes
 
     def verify(self, nodes: int) -> float:
@@ -249,7 +249,9 @@ class Load:
         if found is None:
             unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
             added = self.added(nodes)
-            found = self.verified[nodes] = math.inf if unknown or added > self.most else self.weight * added
+            found = self.verified[nodes] = (
+                math.inf if unknown or added > self.max_added else self.delay_factor * added
+            )
         return found
 
     def costs_of(self, most: int) -> Sequence[float]:
@@ -261,7 +263,8 @@ class Load:
             bases = forward.bases(rows, max(FIRST_COSTS, 2 * most))
             added = [self.node_pace * (base + each * n - self.base) for n, base in enumerate(bases)]
             self.costs = [
-                self.weight * cost if cost <= self.most else math.inf for cost in added[: known + 1]
+                self.delay_factor * cost if cost <= self.max_added else math.inf
+                for cost in added[: known + 1]
             ]
             self.costs += [math.inf] * (len(added) - len(self.costs))
         return self.costs

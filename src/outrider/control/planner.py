@@ -291,8 +291,9 @@ class Planner:
         late, pays = self.evidence.prefill_cost[k] * self._lacks(k, row), pays_off(best, load)
         sure = pays and self.surely_pays(reach, best)
         room = min(room, self.accounts.room_of(sure))
-        while need(best.cost, pays) > room and best.depth > 1:
-            best = self.best(k, state, reach, best.depth // 2, courage)
+        while (needed := need(best.cost, pays)) > room and best.depth > 1:
+            fitting = int(best.depth * room / needed)  # 0 where no cost is known: it is infinite
+            best = self.best(k, state, reach, max(1, min(best.depth // 2, fitting)), courage)
             pays = pays_off(best, load)
         if pays and self._lacks(k, row):
             pays = late < saved(best, load) * row.remaining and len(self.evidence.prefills[k]) > 0

@@ -110,7 +110,7 @@ class PrefillChoice:
             by_chance = draw() * cost <= load.explore * row.remaining * load.token
             worthy = evidence.worth[k] >= -MOST_LOST * (cost + load.token)
             # what was lost so far may leave no room for any draft while the row runs
-            room_later = evidence.ledger.room + load.share * row.remaining * load.decode
+            room_later = evidence.ledger.room + load.loss_share * row.remaining * load.decode
             reachable = room_later >= outlook.need or math.isinf(outlook.need)
             chosen = reachable and (by_chance or (worthy and outlook.hoped * row.remaining >= cost))
             doubtful = not worthy or outlook.known[0] < KNOWN or outlook.expected * row.remaining < cost

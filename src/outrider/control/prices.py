@@ -81,10 +81,10 @@ class Prices:
         """Seconds for one row of a crowd, by default of all rows, but no more than each get a node."""
         rows = max(1, min(crowd or load.batch, load.nodes))
         fixed, per_level = self.evidence.drafting.line(k, round(rows))
-        share, overhead, added = load.weight * load.pace / rows, self.evidence.overhead / rows, load.verify
+        own_part, added = load.delay_factor * load.pace / rows, load.verify
         return Price(
-            fixed=share * fixed + overhead,
-            per_level=share * per_level * reach.drafted,
+            fixed=own_part * fixed + self.evidence.overhead / rows,
+            per_level=own_part * per_level * reach.drafted,
             nodes_per_level=reach.per_level,
             verify=lambda nodes: added(round(rows * nodes)) / rows,
             stops=self.arms[k].stops,

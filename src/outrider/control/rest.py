@@ -7,19 +7,26 @@ the end.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.control.crowds import relieved
+from outrider.control.evidence import LONGEST_PAUSE
 from outrider.control.plan import Load, StepRecord
 from outrider.control.planner import Planner
 from outrider.control.waits import may_pay
 from outrider.core.clock import Times
+from outrider.core.row import Row
 from outrider.core.step import Batch
 
 PROMISED = 4  # tokens that a promising row may gain
 MOST_RECORDS = 16  # that wait: taken in together, they cost a quarter
-LISTEN = 8  # steps after which what speaks for drafts is looked at again
-SETTLE = 32  # steps after which they are taken in; a multiple of `LISTEN`
+# Steps after which what speaks for drafts is looked at again, at least and at most, and the part of a plain
+# step that this takes, between the two: look-ups for many rows take long beside a small model.
+LISTEN, MOST_LISTEN = 8, 32
+LISTENING = 0.002
+SETTLE = 32  # steps after which they are taken in
 
 
 @dataclass(slots=True)
@@ -30,8 +37,11 @@ class Rest:
     longest: steps until drafters are considered again; closed: until they are for a new row.
     need: seconds that have to be left for the shortest draft.
     crowd: emitting rows when it began.  depth: largest draft that was allowed then.
+    clock: returns seconds.
     rows: of the last step.  taken: steps so far.  quiet: steps until one has to be looked at.
-    promising: rows that would ask together, since more speaks for their drafts than at the last look.
+    listen_at, settle_at: steps at which all rows are looked at, and the steps so far are taken in.
+    promising: rows that would ask together, since more speaks for their drafts than at the last look; none
+    if a rest is over for another reason.
     Since costs were last taken in:
     decoded: the last step that only decoded; seconds: of each of them; propose: of idle drafters in them.
     beside: tokens that were emitted beside prompts.  records: of steps that tell more.
@@ -44,10 +54,13 @@ class Rest:
     need: float
     depth: int
     rows: int
+    clock: Callable[[], float]
     crowd: int = 0
     taken: int = 0
     quiet: int = 0
-    promising: int = 0
+    listen_at: int = LISTEN
+    settle_at: int = SETTLE
+    promising: list[Row] = field(default_factory=list)
     decoded: Batch | None = None
     seconds: list[float] = field(default_factory=list)
     propose: float = 0.0
@@ -66,43 +79,76 @@ class Rest:
 
     def goes_on(self, batch: Batch, look_seconds: float) -> bool:
         """Count any step, unless the rest is over: by its length, other limits, far fewer requests, or
-        because a plan may pay.
+        because a plan for the `promising` rows may pay.
         """
-        rows, new = len(batch), batch.prefill or len(batch) > self.rows
-        if rows != self.rows:
-            if self.planner.limits.depth_for(rows) != self.depth or relieved(rows, self.crowd):
-                return False
-            self.rows = rows
-        if new:
+        joined = batch.prefill or len(batch) > self.rows
+        if joined:
             self.longest = min(self.longest, self.closed)
+        if self._over(len(batch), look_seconds):
+            self.promising = []
+            return False
         self.taken += 1
-        self.quiet = min(self.longest, self.taken - self.taken % LISTEN + LISTEN - 1)
-        if self.taken > self.longest:
-            return False
-        listens = self.depth > 0 and (new or not self.taken % LISTEN)
-        if listens and self._promises(batch, look_seconds):
-            return False
-        if not self.taken % SETTLE:
-            self.settle()
+        if self.taken >= self.listen_at:
+            if self._listen(batch, look_seconds):
+                return False
+        elif joined and self.depth:
+            new = [step.row for step in batch if step.emits and not step.row.steps]
+            if new and self._promises(new, look_seconds, self.promising):
+                return False
+        self.quiet = min(self.longest, self.listen_at - 1)
         return True
 
-    def _promises(self, batch: Batch, look_seconds: float) -> bool:
-        """Whether so much speaks for drafts that did not when the rest began that a plan may pay."""
+    def _over(self, rows: int, look_seconds: float) -> bool:
+        """Whether a rest is over by its length, or by the number of rows.
+
+        It becomes longer where making plans, and a draft, would take more than may be lost, unless drafts of
+        a new row are expected to pay.
+        """
+        if rows != self.rows:
+            if self.planner.limits.depth_for(rows) != self.depth or relieved(rows, self.crowd):
+                return True
+            self.rows = rows
+        if self.taken >= self.longest and self.closed and (lacks := self._lacks(look_seconds)) > 0:
+            self.longest = self.taken + max(1, min(LONGEST_PAUSE, self.planner.accounts.until(lacks)))
+        return self.taken >= self.longest
+
+    def _lacks(self, look_seconds: float) -> float:
+        """Seconds missing for plans and then for the shortest draft.
+
+        Plans alone would use up what is earned for drafts.
+        """
         load, evidence = self.load, self.planner.evidence
-        earned = load.share * load.token * (self.rows * len(self.seconds) + self.beside)
-        # room for the plan and then for a draft: otherwise plans would use up what is earned for drafts
-        if evidence.ledger.left + earned <= look_seconds + self.need:
-            return False
+        earned = load.loss_share * load.token * (self.rows * len(self.seconds) + self.beside)
+        return look_seconds + self.need + evidence.host - evidence.ledger.left - earned
+
+    def _listen(self, batch: Batch, look_seconds: float) -> bool:
+        """Take in steps, if it is time, and look at all rows.  Returns whether a plan may pay."""
+        if self.taken >= self.settle_at:
+            self.settle_at = self.taken + SETTLE
+            self.settle()
+        began = self.clock()
         rows = [step.row for step in batch if step.emits]
-        if self.taken % LISTEN:
-            rows = [row for row in rows if not row.steps]  # the new ones
+        found = self.depth > 0 and self._promises(rows, look_seconds, ())
+        pause = math.ceil((self.clock() - began) / (LISTENING * self.load.decode))
+        self.listen_at = self.taken + max(LISTEN, min(MOST_LISTEN, pause))
+        return found
+
+    def _promises(self, rows: Sequence[Row], look_seconds: float, others: Sequence[Row]) -> bool:
+        """Whether so much speaks for drafts of rows that did not when the rest began that a plan may pay.
+
+        others: further rows that would ask together.
+        """
+        load, evidence = self.load, self.planner.evidence
+        if self._lacks(look_seconds) >= 0:
+            return False
         able = [row for row in rows if row.draft_depth]
         promising = [evidence.promising(row) for row in able]  # of all: a grade that falls may rise again
         if any(promising):
             graded = [row for row in able if any(arm.grade(row) for arm in self.planner.arms)]
-            crowd = len(graded) + (self.promising if self.taken % LISTEN else 0)
-            self.promising = crowd if any(may_pay(self.planner, row, load, crowd) for row in graded) else 0
-        return self.promising * PROMISED * load.token > look_seconds
+            found = [*graded, *others]
+            pays = any(may_pay(self.planner, row, load, len(found)) for row in graded)
+            self.promising = found if pays else []
+        return len(self.promising) * PROMISED * load.token > look_seconds
 
     def settle(self) -> None:
         """Hand over the steps since costs were last taken in."""

@@ -19,7 +19,9 @@ class Room:
     """Seconds that all rows, and each, may lose, as steps use them up.
 
     reserve: those that all may lose by drafts that surely pay, while there is no room
-    expected, shortfall: accepted tokens, and how many fewer there were, since plans were made
+    Since plans were made:
+    expected, shortfall: accepted tokens of the verified nodes, and how many fewer there were.
+    planned, missing: the same by the plans, which also count drafts that were asked for in vain.
     """
 
     of_all: float = 0.0
@@ -27,10 +29,13 @@ class Room:
     reserve: float = 0.0
     expected: float = 0.0
     shortfall: float = 0.0
+    planned: float = 0.0
+    missing: float = 0.0
 
     def set(self, ledger: Ledger, plans: Mapping[Row, Plan]) -> None:
         """Take what the ledgers have left."""
         self.of_row, self.expected, self.shortfall = {}, 0.0, 0.0
+        self.planned = self.missing = 0.0
         self.add(ledger, plans)
 
     def add(self, ledger: Ledger, plans: Mapping[Row, Plan]) -> None:
@@ -50,6 +55,9 @@ class Room:
             right = len(step.accepted)
             self.expected += tried.expected
             self.shortfall += tried.expected - right
+            planned = sum([option.gain for option in plan.options if option.drafter in tried.asked])
+            self.planned += planned
+            self.missing += planned - right
             change, most = right * token - plan.loss, most + plan.loss
             self.of_all += change
             self.reserve += change
@@ -61,7 +69,8 @@ class Room:
     @property
     def surprising(self) -> bool:
         """Whether far fewer tokens were accepted than expected."""
-        return self.shortfall > SHORTFALL * math.sqrt(1 + self.expected)
+        fewer = self.shortfall > SHORTFALL * math.sqrt(1 + self.expected)
+        return fewer or self.missing > SHORTFALL * math.sqrt(1 + self.planned)
 
 
 def enter_losses(ledger: Ledger, tries: Iterable[Try], sign: int) -> None:

@@ -8,7 +8,7 @@ begins, ends or has tried a drafter, those of the others go on: a large batch ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from outrider.control.cost import OUTLIER
 from outrider.control.evidence import Evidence
@@ -35,7 +35,7 @@ class StandingPlans:
     age, interval: steps since all of them were made, and steps that they hold for.
     room: what may be lost before they are made again.
     look_seconds: moving average of making them and of taking in what led to them.
-    looked, digested: seconds of both, the last time.
+    looked, digested: seconds of both, the last time.  worked: all of them since the last rest began.
     log: steps since the last digest.
     """
 
@@ -48,18 +48,18 @@ class StandingPlans:
         self.load, self.rows = self.planner.load, list[Row]()
         self.stale, self.vain, self.age, self.interval = True, False, 0, 1
         self.room = Room()
-        self.looked = self.digested = self.look_seconds = 0.0
+        self.looked = self.digested = self.look_seconds = self.worked = 0.0
         self.log: list[StepRecord] = []
 
-    def _look(self, batch: Batch) -> None:
-        """Plan the next steps of all rows."""
+    def _look(self, batch: Batch, steps: Sequence[RowStep] | None = None) -> None:
+        """Plan the next steps of all rows, or of the rows of these steps: the others stay without drafts."""
         if self.log:
             self._digest()
         began = self.clock()
         self._take_rows(batch)
         self.considered.clear()
         self.evidence.refresh()
-        self.plans = self.planner.plans(batch, self.load)
+        self.plans = self.planner.plans(batch, self.load, steps)
         self._mark_considered(batch)
         self.vain = not self.plans and self.load.batch > 0  # a chunk of a prompt emits nothing
         self.looked, self.stale, self.age = self.clock() - began, False, 0
@@ -127,4 +127,6 @@ class StandingPlans:
 
     def _charge(self, seconds: float) -> None:
         """Enter seconds of the controller's own work.  What an interruption adds is the machine's."""
-        self.evidence.host += min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
+        charged = min(seconds, OUTLIER * self.look_seconds + LONG_PLAN)
+        self.evidence.host += charged
+        self.worked += charged

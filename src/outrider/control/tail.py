@@ -20,13 +20,12 @@ What the ledger had credited beyond it was never saved.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from outrider.control.cost import ForwardCost
 from outrider.core.row import Row
-from outrider.core.step import Batch
 
 SHARED = 0.8  # before any batch has emptied
 RATE = 0.3  # of a batch that empties, in the moving mean of `shared`
@@ -80,32 +79,40 @@ class Tail:
         self.credited += plain
         self.emitted += tokens
 
-    def learn(self, batch: Batch, forward: ForwardCost) -> float:
-        """Take in a step in which rows have ended, after the ledger has.
+    def learn(self, rows: Sequence[Row], ended: Sequence[Row], forward: ForwardCost) -> float:
+        """Take in a step of these rows in which some have ended, after the ledger has.
 
         Returns seconds that the ledger has credited too much, where the batch has emptied.
         """
-        rows, steps = batch.rows, [row.steps for row in batch.rows]
-        ended = [row for row in rows if row.finish_reason is not None]
-        self._replaced(rows, ended)
-        others = bool(self.running) and self.running != {*rows}
-        self.apart |= others or began_later(min(steps), max(steps))
+        steps = [row.steps for row in rows]
+        self._replaced(steps, ended)
+        if not self.apart:
+            self._follow(rows, ended, began_later(min(steps), max(steps)))
+        return 0.0 if len(ended) < len(rows) else self._emptied(forward)
+
+    def _follow(self, rows: Sequence[Row], ended: Sequence[Row], later: bool) -> None:
+        """Note the lengths of requests that have ended, as long as all began together.
+
+        later: some of them began later than others.
+        """
+        self.apart = later or (bool(self.running) and self.running != {*rows})
         self.running = {*rows}.difference(ended)
         if self.apart:
             self.ended = []
         else:
             self.ended += [Ended(len(row.tokens) - row.prompt, row.steps, len(row.tokens)) for row in ended]
-        return 0.0 if self.running else self._emptied(forward)
 
-    def _replaced(self, rows: Collection[Row], ended: Sequence[Row]) -> None:
-        if len(rows) > 1:
+    def _replaced(self, steps: Sequence[int], ended: Sequence[Row]) -> None:
+        if len(steps) > 1:
             for row in ended:
-                younger = sum([began_later(other.steps, row.steps) for other in rows]) / (len(rows) - 1)
+                latest = YOUNGER * row.steps - STAGGERED
+                younger = sum([own < latest for own in steps]) / (len(steps) - 1)
                 self.replaced += REPLACED * (min(1.0, younger / HALF) - self.replaced)
 
     def _emptied(self, forward: ForwardCost) -> float:
         group, credited, emitted = self.ended, self.credited, self.emitted
-        self.ended, self.apart, self.credited, self.emitted = [], False, 0.0, 0
+        self.ended, self.running, self.apart = [], set(), False
+        self.credited, self.emitted = 0.0, 0
         if len(group) < 2:
             return 0.0
         tokens, steps = sum(row.tokens for row in group), sum(row.steps for row in group)

@@ -24,8 +24,9 @@ def closed(planner: Planner) -> int:
                 waits.append(1)
                 continue
             pays, rows = pays_off(best, load), planner.crowds[k].trial
-            # one new row is not enough for a trial of many
-            pause = 0 if pays else max(int(rows > 1), accounts.wait(k, rows * best.cost))
+            # one new row is not enough for a trial of many, and one of a known drafter can wait
+            waits_for_others = rows > 1 or reach.asked >= KNOWN
+            pause = 0 if pays else max(int(waits_for_others), accounts.wait(k, rows * best.cost))
             room = accounts.room_of(planner.surely_pays(reach, best))
             waits.append(max(pause, accounts.until(need(best.cost, pays) - room)))
     return min(waits)

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 PAGE = 16
+NO_STATE = -1
 ROOT = 0  # parent of the first page of a sequence, unless `Row.cache_root` is another one
 
 
@@ -19,6 +20,7 @@ class BlockTable:
     room: int = 0  # positions that have a slot: those of `pages`
     nodes: list[int] = field(default_factory=list)  # index node of each indexed page, from the first
     root: Hashable = ROOT
+    state: int = NO_STATE  # state slot, of a model with recurrent layers
 
     def key(self, tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
         """Key of the next page to be indexed."""

@@ -50,6 +50,15 @@ class RowStep:
         return self.start + self.known
 
     @property
+    def decodes(self) -> bool:
+        """Whether an earlier step emitted its only known token.
+
+        False right after a prompt, even if its last chunk has one token: chunks depend on the clock and on
+        cached pages, and drafts must not.
+        """
+        return self.known == 1 and len(self.row.tokens) > self.row.prompt
+
+    @property
     def predicted(self) -> list[int]:
         """Tokens that this step predicted, from position start + 1: the known ones, then the emitted ones."""
         return [*self.row.tokens[self.start + 1 : self.end], *self.emitted]

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from outrider.core.device import to_device
+from outrider.core.recurrent import RecurrentRows
 
 T = TypeVar("T")
 NO_PATHS = array("i")
@@ -72,6 +73,8 @@ class StepInput:
     device_paths:                       int32 [N, max_path_len] or None: slots, as `path_slots`, that only a
                                         device knows; then every row has a path of that length
     logits_rows:                        [M], ascending: rows whose logits are computed
+    recurrent:                          for recurrent layers.  None: the states of request r are in slot r,
+                                        and draft nodes are the rows with a path
 
     Rows are added to lists, from which `build` makes `columns` and `path_slots`.  These are `array` objects:
     with cold CPU caches after a forward, a numpy or torch call takes tens of microseconds.  `on` creates the
@@ -96,6 +99,7 @@ class StepInput:
     query_start: list[int] = field(default_factory=[0].copy)
     adapters: list[AdapterRows] = field(default_factory=list)
     logits_rows: list[int] = field(default_factory=list)
+    recurrent: RecurrentRows | None = None
     _paths: list[Sequence[int]] = field(default_factory=list)
     _derived: dict[object, Any] = field(default_factory=dict)
 
@@ -291,6 +295,10 @@ class StepInput:
         request = next(i for i, end in enumerate(self.query_start[1:]) if row < end)
         slots = self.slot_tables[request][first : self.context_lens[row]].tolist()
         return [*slots, *self._paths[row][max(0, first - self.context_lens[row]) :]]
+
+    def node_path(self, row: int) -> Sequence[int]:
+        """Slots of a tree node's ancestors and its own; empty for a known token and in a chain."""
+        return self._paths[row]
 
     def key_shift(self, row: int) -> int:
         """Shift of the keys after the pinned ones.  0 in a block, whose rows attend to later keys."""

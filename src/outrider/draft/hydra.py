@@ -205,7 +205,7 @@ class Hydra(RankedDrafter):
 
     @dataclass(frozen=True)
     class Options(RankedOptions):
-        """nodes: None: 63, as published; 8 on a CPU, where every node costs time; of a published tree the
+        """nodes: None: 63, as published; 7 on a CPU, where every node costs time; of a published tree the
         likeliest.  Where rules need sampled drafts, every level gets the same share of the nodes.
         """
 

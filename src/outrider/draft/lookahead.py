@@ -208,7 +208,7 @@ class Lookahead(Drafter):
             if row not in self.rows:
                 continue
             state, root = self.rows[row], row.tokens[step.end - 1]
-            if tree.size:
+            if tree.size and row.finish_reason is None:  # the end of a text cuts a path that was right
                 self._known(row).acceptance.observe(1, tree, step.accepted)
             if step.topk and tree.probes == state.window.size:
                 self._advance(row, root, tree, step.topk)

@@ -217,7 +217,7 @@ class Medusa(RankedDrafter):
 
     @dataclass(frozen=True)
     class Options(RankedOptions):
-        """nodes: None: all of a named or listed tree; of "own" as many as published, but 8 on a CPU."""
+        """nodes: None: all of a named or listed tree; of "own" as many as published, but 7 on a CPU."""
 
     def __init__(self, options: Options, target: Target, head: Head | None = None) -> None:
         super().__init__(options, target, head)

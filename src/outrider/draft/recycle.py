@@ -66,7 +66,7 @@ class Recycle(TextDrafter):
 
     @dataclass(frozen=True)
     class Options(Checked):
-        """nodes: maximum size of a tree; None means the published 80, or 8 on a CPU, where every node costs
+        """nodes: maximum size of a tree; None means the published 80, or 7 on a CPU, where every node costs
             time.
         min_token_prob: minimum joint probability of a node.
         """
@@ -139,9 +139,8 @@ class Recycle(TextDrafter):
 
     def observe(self, commit: Commit) -> None:
         for step in commit.batch:
-            if step.tree.tokens:
-                table = self._known(step.row)
-                self._judge(table, step.row.tokens[step.end - 1], step.tree, step.accepted)
+            if step.emitted:
+                self._judge(self._known(step.row), step.row.tokens[step.end - 1], step.emitted)
         for step in commit.batch:
             table, known = self._known(step.row), step.row.tokens[step.start : step.end]
             for token, successor in itertools.pairwise(known):
@@ -152,11 +151,14 @@ class Recycle(TextDrafter):
     def forget(self, row: Row, reason: str) -> None:
         self.salted.forget(row)
 
-    def _judge(self, table: SuccessorTable, last: int, tree: DraftTree, accepted: Sequence[int]) -> None:
-        """Learn which ranks were right among the children of the accepted path."""
-        for depth, node in enumerate([ROOT, *accepted]):
-            successors = table.after(last if node == ROOT else tree.tokens[node])
-            right = accepted[depth] if depth < len(accepted) else None
-            for child, parent in enumerate(tree.parents):
-                if parent == node and tree.tokens[child] in successors:
-                    table.learn(successors.index(tree.tokens[child]), child == right)
+    @staticmethod
+    def _judge(table: SuccessorTable, last: int, emitted: Sequence[int]) -> None:
+        """Learn which ranks were right for the tokens that were emitted after `last`.
+
+        All ranks are judged, drafted or not: one that fails for a while would else never be tried again.
+        """
+        for token in emitted:
+            for rank, successor in enumerate(table.after(last)):
+                if successor >= 0:
+                    table.learn(rank, successor == token)
+            last = token

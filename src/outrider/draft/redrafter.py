@@ -210,7 +210,7 @@ class ReDrafter(StateDrafter):
         """beam_width: beams that a level keeps (TensorRT-LLM: redrafter_num_beams).  beam_length:
         tokens of a beam with the pending token, one more than levels (redrafter_draft_len_per_beam), unless
         num_speculative_tokens is given.  nodes: of a tree at most, the likeliest (None: all prefixes of
-        beams, but 8 on a CPU, where every node costs time).
+        beams, but 7 on a CPU, where every node costs time).
         """
 
         beam_width: Annotated[int, whole(1, MAX_WIDTH)] = 10

@@ -43,7 +43,7 @@ class FinishedTexts:
     """The texts of the last `max_requests` finished requests, in segments of growing size.
 
     A segment goes when all of it is outdated.  unindexed: the newest texts.
-    outputs: the last one behind each end of a prompt.
+    outputs: the last one behind each end of a prompt, unless an earlier one begins with it.
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -57,8 +57,10 @@ class FinishedTexts:
         """Add the last tokens of a request, of which the first `prompt` are of its prompt."""
         if not self.max_requests:
             return
-        self.outputs.pop(prompt_end := tuple(tokens[:prompt]), None)
-        self.outputs[prompt_end] = array("i", tokens[prompt:])
+        prompt_end, output = tuple(tokens[:prompt]), array("i", tokens[prompt:])
+        earlier = self.outputs.pop(prompt_end, output)
+        # A request that was aborted, or asked for fewer tokens, has a part of the answer only.
+        self.outputs[prompt_end] = earlier if earlier[: len(output)] == output else output
         if len(self.outputs) > self.max_requests:
             del self.outputs[next(iter(self.outputs))]
         self.unindexed.append(array("i", tokens))
@@ -213,10 +215,9 @@ class Suffix(TextDrafter):
         state = self._state(row)
         if length >= state.graded + RUNS[0]:
             state.graded, own = length, state.index
-            texts = own.find(row.tokens[own.length :], (), ()).of(0)
-            if segments := self._finished(row).segments:
-                texts = [*texts, *own.find((), (), segments).of(0)]
-            state.matched = any(agreed >= min(LONG, self.longest) for agreed, _ in texts)
+            texts = (own, *self._finished(row).segments)
+            length = own.longest_match(row.tokens[own.length :], texts)
+            state.matched = length >= min(LONG, self.longest)
         return state.matched
 
     def _repeat(self, row: Row) -> Repeat:

@@ -132,7 +132,8 @@ class Engine:
     def build_scheduler(self) -> Scheduler:
         """A scheduler for the drafter, controller and pacer in use."""
         drafter, options = self.drafter, self.options
-        limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
+        max_num_seqs = self.cache.states or options.max_num_seqs
+        limits = Limits(max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
         hooks = Hooks(self._likely, self.pacer.budget, drafter.filled, self.proposer.forget)
         return Scheduler(self.cache, limits, hooks, self.adapters)
 
@@ -231,6 +232,7 @@ class Engine:
         output.record_logprobs()
         self.scheduler.clip(batch)
         self.scheduler.commit(batch)
+        self.runner.settle(batch)
         commit = self._commit(batch, output)
         observed, before = 0.0, working_time() if self.ahead else 0.0
         self.proposer.observe(commit)
@@ -274,6 +276,8 @@ class Engine:
         """Queue a row."""
         if self.learner is None:  # it lets torch use fewer threads for a while
             adopt_threads()
+        if self.cache.states:
+            row.source = None  # every row computes the whole prompt
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:

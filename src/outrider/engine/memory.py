@@ -36,9 +36,14 @@ def build_cache(
     """
     slot_bytes = target.footprint + drafter.footprint(target.device)
     working = working_bytes(target, max_len, max_nodes, options)
-    num_pages = plan_pages(slot_bytes, max_len, max_nodes, options, working)
-    cache = Cache(num_pages, max_len + max_nodes + PAGE, options.enable_prefix_caching)
+    each = target.state_bytes(max_nodes)
+    states = plan_states(each, options)
+    all_states = Counter({device: states * size for device, size in each.items()})
+    num_pages = plan_pages(slot_bytes, max_len, max_nodes, options, working, all_states)
+    cache = Cache(num_pages, max_len + max_nodes + PAGE, options.enable_prefix_caching, states)
     pool = target.pool(num_pages * PAGE)
+    if pool.states is not None:
+        pool.states.grow(states)
     storage = drafter.allocate(num_pages * PAGE, pool)
     cache.pools = [pool, *storage.pools]
     for own in storage.caches:
@@ -52,30 +57,57 @@ def plan_pages(
     max_nodes: int,
     options: EngineOptions,
     working: Mapping[torch.device, int] = NO_BYTES,
+    states: Mapping[torch.device, int] = NO_BYTES,
 ) -> int:
     """Number of pages that the K/V memory holds, at most the number that max_num_seqs full requests need.
 
     slot_bytes: bytes of one token position, by device.
     max_nodes: draft nodes of a row; they use free pages only, so the minimum does not count them.
     working: bytes to leave free for what a step computes, by device (`working_bytes`).
+    states: bytes of the states of recurrent layers, by device; they are a part of the K/V memory.
     Raises CapacityError if one full request does not fit.
     """
     minimum = -(-max_len // PAGE)
     enough = -(-(max_len + max_nodes) // PAGE) * options.max_num_seqs
-    limit, size = options.kv_cache_memory_bytes, slot_bytes.total()
+    limit, size, recurrent = options.kv_cache_memory_bytes, slot_bytes.total(), sum(states.values())
+    working = Counter(working) + Counter(states)
     if limit:
-        pages = limit // (size * PAGE)
+        pages = max(0, limit - recurrent) // (size * PAGE)
         _check_limit(limit, pages, slot_bytes, working)
     else:
         limit, size = _tightest(slot_bytes, options.gpu_memory_utilization, working)
         pages = min(limit // (size * PAGE), enough)
     if pages < minimum:
+        beside = f" beside {recurrent:,} bytes of recurrent states" if recurrent else ""
         raise CapacityError(
-            f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens, one request of max_model_len "
-            f"{max_len} needs {minimum * PAGE} ({minimum * PAGE * size:,} bytes): "
+            f"K/V memory of {limit:,} bytes holds {pages * PAGE} tokens{beside}, one request of "
+            f"max_model_len {max_len} needs {minimum * PAGE} ({minimum * PAGE * size:,} bytes): "
             "raise kv_cache_memory_bytes or lower max_model_len."
         )
     return pages
+
+
+def plan_states(each: Counter[torch.device], options: EngineOptions) -> int:
+    """State slots: one for each of max_num_seqs requests, as far as they fit in half of the K/V memory.
+
+    each: bytes of one request (`Model.state_bytes`); without any, there are no slots.
+    """
+    if not each:
+        return 0
+    limit, share = options.kv_cache_memory_bytes, options.gpu_memory_utilization
+    slots = options.max_num_seqs
+    for device, size in each.items():
+        slots = max(1, min(slots, (limit or free_memory(device, share)) // 2 // size))
+    if slots < options.max_num_seqs:
+        about = slots, options.max_num_seqs, f"{each.total():,}"
+        log.warning(
+            "%d requests run at once, not %d: recurrent states take %s bytes for each, and those of all may "
+            "take half of the K/V memory",
+            *about,
+        )
+    if options.enable_prefix_caching:
+        log.info("prompts share no K/V: this model has recurrent layers, whose states are not kept by page")
+    return slots
 
 
 def _check_limit(

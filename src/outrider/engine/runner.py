@@ -12,7 +12,9 @@ from torch import Tensor
 
 from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
+from outrider.core.block_table import NO_STATE, BlockTable
 from outrider.core.logprobs import Logprobs
+from outrider.core.recurrent import RecurrentRows, Replay
 from outrider.core.step import FINAL, Batch, Needs, RowStep, States
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Resume
@@ -115,10 +117,18 @@ class ForwardOutput:
             logprobs.add(token, self.sampler.values(step.row, step.emitted[:i], logits, logprobs.mode))
 
 
+class Accepted(NamedTuple):
+    """Accepted nodes of a row that has this table.  kept: as in `Replay`."""
+
+    table: BlockTable
+    kept: Sequence[int]
+
+
 class Runner:
     """Runner of the target's forward.
 
     rule: the rule by which the forward also verifies trees if the backend supports it (see Rule.kernel).
+    accepted: what the next forward of a model with recurrent layers replays
     """
 
     def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, rule: str) -> None:
@@ -126,6 +136,7 @@ class Runner:
         verifier = decoder.backend.verifier
         self.verifier = verifier if verifier is not None and rule in verifier.rules else None
         self.rule = rule
+        self.accepted: list[Accepted] = []
 
     def begin(self, batch: Batch, needs: Needs) -> Callable[[], ForwardOutput]:
         """Begin the forward.  The result waits for it; until then, the host reads nothing of a device."""
@@ -134,9 +145,12 @@ class Runner:
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
         scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
+        recurrent = step_input.recurrent = self._replays()
         for r, step in enumerate(batch):
             row, first = step.row, step_input.length
             add_row(step_input, step)
+            if recurrent is not None and row.table is not None:
+                recurrent.add(row.table.state, first + step.known - 1)
             if row.logprobs is not None and row.logprobs.prompt_pending(row.prompt):
                 scored.append((step, first))
             if row.adapter is not None:
@@ -163,6 +177,25 @@ class Runner:
             return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, num_rows)
 
         return complete
+
+    def settle(self, batch: Batch) -> None:
+        """Note the accepted nodes of a committed step."""
+        if self.pool.states is None:
+            return
+        self.accepted, first = [], 0
+        for step in batch:
+            if step.accepted and step.row.table is not None:
+                self.accepted.append(Accepted(step.row.table, [first + node for node in step.accepted]))
+            first += len(step.tree.tokens)
+
+    def _replays(self) -> RecurrentRows | None:
+        """The record for recurrent layers, with the replays of rows that run; None without such layers."""
+        if self.pool.states is None:
+            return None
+        # of all rows, also of those that the step leaves out: its forward keeps other inputs
+        accepted, self.accepted = self.accepted, []
+        replays = [Replay(table.state, kept) for table, kept in accepted if table.state != NO_STATE]
+        return RecurrentRows(replays=replays)
 
     def _set_verified(self, batch: Batch, queries: TreeQueries) -> None:
         """Store the paths that the backend has verified.

@@ -117,12 +117,8 @@ class HeadDrafter(Drafter):
 
     @staticmethod
     def can_draft(step: RowStep) -> bool:
-        """Whether the row has emitted a token, and only the pending one is unknown to the target.
-
-        Never right after a prompt, even if its last chunk has one token: chunks depend on the clock,
-        drafts must not.
-        """
-        return step.budget.nodes > 0 and step.known == 1 and len(step.row.tokens) > step.row.prompt
+        """Whether the row has emitted a token, and only the pending one is unknown to the target."""
+        return step.budget.nodes > 0 and step.decodes
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return Counter({device: self.slot_bytes})

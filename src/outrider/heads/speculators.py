@@ -125,7 +125,7 @@ class Norm(NamedTuple):
 class SpeculatorOptions(HeadOptions):
     """top_k_tokens_per_head: children of a node, step by step, such as [4, 3, 2, 2]; "config" for the
     checkpoint's value (None: one, a chain).  n_candidates: paths of that tree to keep (None: the
-    checkpoint's value, or all). nodes: of a tree at most (None: all, but 8 on a CPU, where every node
+    checkpoint's value, or all). nodes: of a tree at most (None: all, but 7 on a CPU, where every node
     costs time).
     """
 

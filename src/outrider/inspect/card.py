@@ -35,6 +35,7 @@ from outrider.errors import ModelError
 from outrider.models.load import needs_fallback
 from outrider.models.placement import pick_device, pick_dtype
 
+WITHOUT_ATTENTION = ("linear_attention", "conv", "mlp", "moe")  # layer_types without K/V
 NAMES = {  # safetensors -> torch
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32",
     "BOOL": "bool",
@@ -166,6 +167,8 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
     dtype = pick_dtype(options.dtype, checkpoint.stored_dtype, device)
     spec, few = checkpoint.spec, bits_of(options.quantization)
     fallback, widest = needs_fallback(checkpoint), _widest_bits(stored)
+    kinds = getattr(checkpoint.config, "layer_types", None) or ["full_attention"] * spec.layers
+    attended = sum(kind not in WITHOUT_ATTENTION for kind in kinds)
     weight_bits = 0.0
     for part in stored:
         bits: float = 8 * dtype.itemsize
@@ -180,7 +183,7 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
         "dtype": str(dtype).removeprefix("torch."),
         "weight_bytes": round(weight_bits / 8),
         "token_bytes": Pool.bytes_per_slot(
-            spec.layers, spec.kv_heads, spec.head_dim, kv_dtype(options.kv_cache_dtype, dtype)
+            attended, spec.kv_heads, spec.head_dim, kv_dtype(options.kv_cache_dtype, dtype)
         ),
         "requests": options.max_num_seqs,
         "request_tokens": min(options.max_model_len or spec.unscaled, spec.context),

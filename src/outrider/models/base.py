@@ -26,7 +26,8 @@ Stream = Tensor | None  # residual stream [N, hidden]; None: the embeddings of t
 
 
 class Model(Protocol):
-    """Weights of one model.  There is no state between calls: K/V is in the pool that a call gets.
+    """Weights of one model.  There is no state between calls: K/V and recurrent states are in the pool
+    that a call gets.
 
     embedding:  packed for `backend`; None if only `embed` can compute it
     in_process: this process alone computes it
@@ -54,6 +55,13 @@ class Model(Protocol):
     def footprint(self) -> Counter[torch.device]:
         """Bytes of K/V per token, by device."""
         raise NotImplementedError
+
+    def state_bytes(self, nodes: int) -> Counter[torch.device]:
+        """Bytes of one request's recurrent states, with the inputs of `nodes` draft nodes, by device.
+
+        Empty for a model whose only memory is K/V.
+        """
+        return Counter()
 
     @property
     def failure(self) -> EngineError | None:

@@ -107,9 +107,8 @@ class LayerReader:
         mlps = [self._mlp(backend, f"{mlp}.experts.{e}", experts.inner) for e in range(experts.count)]
         gate_up, down = [gate_up for gate_up, _ in mlps], [down for _, down in mlps]
         slope, limit = self.spec.variant.gate_slope, self.spec.variant.gate_limit
-        return backend.pack_experts(
-            LayerExperts(router, gate_up, down, experts.chosen, experts.normalized, slope, limit)
-        )
+        chosen, normalized = experts.chosen, experts.normalized
+        return backend.pack_experts(LayerExperts(router, gate_up, down, chosen, normalized, slope, limit))
 
     def embedding(self, backend: Backend) -> Weight:
         return self._outer(backend, "model.embed_tokens")

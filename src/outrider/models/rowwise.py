@@ -18,9 +18,9 @@ SERIAL_NUMEL = 16384  # up to this many numbers torch does not split a call amon
 def by_rows(func: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Call func on as many rows at a time as make whole vectors on one thread."""
     width = x.shape[-1]
-    rows = x.reshape(-1, width)
+    rows = x.reshape(-1, width).contiguous()  # rows that lie apart take another loop
     step = 1 if width % VECTOR else max(1, SERIAL_NUMEL // width)
     if len(rows) <= step:
-        return func(x, *args, **kwargs)
+        return func(rows, *args, **kwargs).view(x.shape)
     parts = [func(rows[i : i + step], *args, **kwargs) for i in range(0, len(rows), step)]
     return torch.cat(parts).view(x.shape)

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
-from uuid import uuid4
 
 from outrider.core.logprobs import Entry
 from outrider.errors import shortened
@@ -16,9 +15,10 @@ from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.logprobs import prompt_logprobs
-from outrider.serve.protocol import Classic, Sampling, StreamOptions
+from outrider.serve.protocol import Classic, Sampling, StreamOptions, id_of
 from outrider.serve.sampling import naming
 from outrider.serve.state import Server
+from outrider.serve.traces import HEADERS
 from outrider.serve.usage import origins_of, speculation_of, usage_of, usage_so_far
 from outrider.serve.wire import DONE, dumps, event
 
@@ -112,7 +112,8 @@ class Job:
         """
         options = self.body.stream_options or StreamOptions()
         opened = f"data: {dumps(self.head(self.chunk_kind))[:-1]},"
-        began, sent = False, SoFar(opened, {"usage": None} if options.include_usage else {})
+        usage = options.include_usage or self.server.options.enable_force_include_usage
+        began, sent = False, SoFar(opened, {"usage": None} if usage else {})
         try:
             with naming(self.body):
                 # with each draft tree, if these are asked for
@@ -205,10 +206,10 @@ class Job:
 
 
 def name_of(body: Sampling, prefix: str) -> str:
-    """Id of a response: the prefix and the request_id of the body, or a random one."""
+    """Id of a response: the prefix with the body's request_id, the header X-Request-Id, or a random one."""
     if body.request_id is not None and len(body.request_id) > 200:
         raise ApiError(400, f"request_id {shortened(body.request_id, 20)} is too long.", "request_id")
-    return f"{prefix}{body.request_id or uuid4().hex}"
+    return f"{prefix}{body.request_id or id_of(HEADERS.get({}).get('x-request-id', ''))}"
 
 
 def derived(prefix: str, id: str) -> str:

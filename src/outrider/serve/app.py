@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from outrider.serve.chat import chat_job
 from outrider.serve.completions import completion_job
 from outrider.serve.errors import ApiError
 from outrider.serve.guard import middleware
+from outrider.serve.messages.job import Messages, count_of, message_job
+from outrider.serve.messages.protocol import CountBody, MessagesBody, MessagesErrorBody
 from outrider.serve.models import add_models
 from outrider.serve.protocol import ChatBody, CompletionBody, ErrorBody, ResponsesBody
 from outrider.serve.responses import Responses, response_job
@@ -41,6 +44,10 @@ STATUSES = {
 }
 RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "model": ErrorBody} for status, text in STATUSES.items()
+}
+
+OF_MESSAGES: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "model": MessagesErrorBody} for status, text in STATUSES.items()
 }
 
 
@@ -99,9 +106,9 @@ def add_status(app: FastAPI, server: Server) -> None:
 
 
 def add_generation(app: FastAPI, server: Server) -> None:
-    """/v1/completions, /v1/chat/completions, /v1/responses and /v1/embeddings."""
+    """/v1/completions, /v1/chat/completions, /v1/responses, /v1/messages and /v1/embeddings."""
 
-    async def answered(work: Coroutine[Any, Any, Job | Responses]) -> Response:
+    async def answered(work: Coroutine[Any, Any, Job | Responses | Messages]) -> Response:
         job = await work
         if not job.body.stream:
             return Json(await job.response())
@@ -125,6 +132,17 @@ def add_generation(app: FastAPI, server: Server) -> None:
         """Reply to input items."""
         with naming(body):
             return await unless_left(request.receive, answered(response_job(server, body)))
+
+    @app.post("/v1/messages", responses=OF_MESSAGES)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        """Reply to a conversation, in the shape of Anthropic's API."""
+        with naming(body):
+            return await unless_left(request.receive, answered(message_job(server, body)))
+
+    @app.post("/v1/messages/count_tokens", responses=OF_MESSAGES)
+    async def count_tokens(body: CountBody) -> Json:
+        """Number of tokens of a conversation."""
+        return Json(await server.apart(partial(count_of, server, body)))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Json:

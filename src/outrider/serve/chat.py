@@ -24,9 +24,16 @@ from outrider.serve.tool_choice import ToolUse
 
 async def chat_job(server: Server, body: ChatBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
+    id = name_of(body, "chatcmpl-")
+    chat = await chat_of(server, body, id)
+    return Job(server, body, id, "chat.completion", "chat.completion.chunk", [chat.request], chat)
+
+
+async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:
+    """Check and tokenize a request of this id.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
     check_logprobs(body, server.options.max_logprobs)
-    use = ToolUse.of(body.tools, body.tool_choice)
+    use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
     if body.chat_template is not None and not server.options.trust_request_chat_template:
@@ -42,7 +49,14 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
     if markers is not None and body.continue_final_message:
         markers = markers.within(str(body.messages[-1].get("content")))
     params = params_of(body, server.llm.sampling, use.form, markers, **more)
-    prompt = server.conversation(
+    prompt = conversation_of(server, body, use)
+    (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
+    return Chat(server, body, request, reply_for(server, use, body, request, markers))
+
+
+def conversation_of(server: Server, body: ChatBody, use: ToolUse) -> dict[str, Any]:
+    """The prompt of a request, and what its template is given."""
+    return server.conversation(
         body.messages,
         chat_template=body.chat_template,
         tools=use.tools or None,
@@ -51,10 +65,6 @@ async def chat_job(server: Server, body: ChatBody) -> Job:
         continue_final_message=body.continue_final_message,
         chat_template_kwargs={**of_effort(body.reasoning_effort), **(body.chat_template_kwargs or {})},
     )
-    id = name_of(body, "chatcmpl-")
-    (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    made = Chat(server, body, request, reply_for(server, use, body, request, markers))
-    return Job(server, body, id, "chat.completion", "chat.completion.chunk", [request], made)
 
 
 def of_effort(effort: str | None) -> dict[str, Any]:
@@ -73,7 +83,6 @@ class Reply:
     parser: ToolParser | None
     use: ToolUse = field(default_factory=ToolUse)
     ending: frozenset[str] = frozenset()  # special tokens at the end of a text, which are not part of it
-    parallel: bool = True  # False: only the first call
     markers: ReasoningMarkers | None = None
 
     def read(self, text: str, finish_reason: str | None) -> Parsed:
@@ -89,21 +98,14 @@ class Reply:
         parsed = self._parsed(thought.answer, finish_reason)
         if self.use.limited:
             parsed = parsed.only(self.use.names)
-        calls = parsed.calls if self.parallel else parsed.calls[:1]
+        calls = parsed.calls[:1] if self.use.single else parsed.calls
         return parsed._replace(calls=calls, reasoning=thought.reasoning, start=thought.start)
 
     async def reasoning_tokens(self, server: Server, request: Request, sample: CompletionOutput) -> int:
         """Number of the tokens in front of the answer."""
         if not self.markers or not (start := self.read(sample.text, sample.finish_reason).start):
             return 0
-        text = Detokenizer(server.tokenizer, request.params.skip_special_tokens)
-
-        def counted() -> int:
-            for token in sample.token_ids:
-                text.feed(token)
-            return sum(end <= start for end in text.ends)
-
-        return await asyncio.to_thread(counted)  # many tokens take a while
+        return await asyncio.to_thread(tokens_before, start, server, request, sample)  # many take a while
 
     def _parsed(self, text: str, finish_reason: str | None) -> Parsed:
         if self.parser is None:
@@ -113,6 +115,14 @@ class Reply:
         if self.use.required:
             return Parsed("", [each for each in listed(text) if isinstance(each, ToolCall)])
         return self.parser.parse(text, finish_reason is not None, self.use.parameters)
+
+
+def tokens_before(start: int, server: Server, request: Request, sample: CompletionOutput) -> int:
+    """Number of the tokens in front of a place in the text."""
+    text = Detokenizer(server.tokenizer, request.params.skip_special_tokens)
+    for token in sample.token_ids:
+        text.feed(token)
+    return sum(end <= start for end in text.ends)
 
 
 def called(call: ToolCall) -> dict[str, Any]:
@@ -132,7 +142,7 @@ def reply_for(
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
     ending = frozenset(token for token in special if token)
     parser = server.tool_parser if use.tools else None
-    return Reply(parser, use, ending, body.parallel_tool_calls is not False, markers)
+    return Reply(parser, use, ending, markers)
 
 
 @dataclass
@@ -182,7 +192,7 @@ class Chat:
             message["tool_calls"] = [called(call) for call in parsed.calls]
         return {
             "message": message,
-            "logprobs": self._logprobs(sample, 0),
+            "logprobs": self._logprobs(sample, self._shown_from(sample, parsed)),
             "finish_reason": self._reason(sample, parsed.calls),
             "stop_reason": sample.stop_reason,
         }
@@ -202,7 +212,7 @@ class Chat:
             made["tool_calls"] = calls
         if not (made or sample.finish_reason):
             return []
-        logprobs = self._logprobs(sample, sent.tokens)
+        logprobs = self._logprobs(sample, sent.tokens or self._shown_from(sample, parsed))
         sent.characters, sent.reasoning = sent.characters + len(content), len(parsed.reasoning)
         sent.tokens = len(sample.token_ids)
         reason = self._reason(sample, parsed.calls)
@@ -221,6 +231,12 @@ class Chat:
         forced = self.reply.use.name is not None  # OpenAI's servers return "stop" then
         ended = sample.finish_reason == "stop" and any(call.complete for call in calls)
         return "tool_calls" if ended and not forced else sample.finish_reason
+
+    def _shown_from(self, sample: CompletionOutput, parsed: Parsed) -> int:
+        """Index of the first token whose log-probabilities are returned: that behind a hidden reasoning."""
+        if self.body.include_reasoning is not False or sample.logprobs is None or not parsed.start:
+            return 0
+        return tokens_before(parsed.start, self.server, self.request, sample)
 
     def _logprobs(self, sample: CompletionOutput, start: int) -> dict[str, Any] | None:
         if sample.logprobs is None:

@@ -1,8 +1,9 @@
-"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's shape, {"error": {"message", "type", "param", "code"}}; in Anthropic's on its routes."""
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,11 +24,40 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+MESSAGE_TYPES = {  # names of Anthropic's API
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+MESSAGES = re.compile(r"/v1/messages(/|$)")  # in paths of Anthropic's API
+TOO_LONG = "context_length_exceeded"
 UNIONS = {  # of fields with several types: pydantic reports the fault of the first one only
     "prompt": "Input should be a text, a list of token ids, or a list of 1 to 1024 of these",
     "stop": "Input should be a text that is not empty, or a list of such",
     "input": "Input should be a text or a list of at least one item",
     "tool_choice": "Input should be a text or an object",
+}
+TEXT = "the server generates text"
+STORED = "nothing is stored between requests"
+PREFIXES = "it is not supported: old pages make room for new ones, and cache_salt keeps a prompt apart"
+OTHER_ROUTES = {  # routes of other servers -> why they are not here, and what to do instead
+    r"(/v\d)?/(score|rerank|embeddings?|classify)|/pooling": f"it is not supported: {TEXT}",
+    r"/v1/(audio|images|realtime|videos)(/.*)?": f"it is not supported: {TEXT}",
+    r"/v1/(batches|files|fine_tuning|threads|assistants|vector_stores)(/.*)?": STORED,
+    r"/v1/messages/batches(/.*)?": STORED,
+    r"/v1/responses/.*": "responses are not stored",
+    r"/(reset_prefix_cache|reset_mm_cache)": PREFIXES,
+    r"/(sleep|wake_up|is_sleeping)": "it is not supported: stop the server to free its memory",
+    r"/server_info|/props": "see /version, /v1/models and /metrics",
+    r"/slots": "see /load and /metrics",
+    r"/tokenizer_info": "/tokenize has the tokens of a text",
+    r"/inference/v1/generate|/infill": "see /v1/completions, which takes token ids, too",
+    r"/api/(generate|chat|tags|show)": "see /v1/chat/completions: this is no server of Ollama's API",
+    r"/(docs|redoc)": "see /openapi.json",
 }
 log = logging.getLogger("outrider.serve")
 
@@ -54,8 +84,19 @@ class ApiError(Exception):
         code = self.code or str(self.status)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
 
-    def response(self) -> Json:
-        return Json(self.body(), self.status, self.headers)
+    def message_body(self) -> dict[str, Any]:
+        """The body in Anthropic's shape, with `code` if it has more than the type."""
+        kind = MESSAGE_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        text = self.message
+        if self.code == TOO_LONG:  # by these words clients know that they have to shorten a conversation
+            text = f"prompt is too long: {text}"
+        fault = {"type": kind, "message": text, **({} if self.code is None else {"code": self.code})}
+        return {"type": "error", "error": fault}
+
+    def response(self, path: str = "") -> Json:
+        """The response to a request of a path."""
+        body = self.message_body() if MESSAGES.search(path) else self.body()
+        return Json(body, self.status, self.headers)
 
 
 def not_ready(status: str) -> ApiError:
@@ -74,7 +115,7 @@ def api_error(error: Exception) -> ApiError:
         refusal.headers.update(error.headers or {})
         return refusal
     if isinstance(error, RequestError):
-        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        code = TOO_LONG if isinstance(error, ContextError) else None
         return ApiError(400, str(error), error.param, code)
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_error", retry_after=5)
@@ -122,7 +163,11 @@ def _place(fault: Mapping[str, Any], body: Any) -> list[str | int]:
 
 
 def _other_route(request: Request) -> str:
-    """What to ask instead of a route that there is not: the nearest one, or their list."""
+    """What to ask instead of a route that there is not: a known reason, the nearest one, or their list."""
+    path = request.url.path.removeprefix(str(request.scope.get("root_path", "")))
+    for pattern, reason in OTHER_ROUTES.items():
+        if re.fullmatch(pattern, path):
+            return f"{reason}."
     paths = [str(getattr(route, "path", "")) for route in request.app.routes]
     near = nearest(request.url.path, paths).strip()
     return near.replace("Did", "did") or "see /openapi.json."
@@ -137,10 +182,10 @@ async def refused(request: Request, error: Exception) -> Json:
         if error.status_code == 405:
             allowed = refusal.headers.get("Allow")
             refusal.message = f"{request.method} {path} is not allowed, only {allowed}."
-    return refusal.response()
+    return refusal.response(request.url.path)
 
 
 def install(app: FastAPI) -> None:
-    """Give every error of the routes OpenAI's shape."""
+    """Give every error of the routes the shape of their API."""
     for kind in (RequestValidationError, HTTPException, ApiError, RequestError, EngineError, TimeoutError):
         app.add_exception_handler(kind, refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from contextlib import suppress
 from typing import Protocol
 
 from starlette.middleware import Middleware
@@ -14,12 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.serve.errors import ApiError, api_error, not_ready
 from outrider.serve.options import ServerOptions
 from outrider.serve.traces import HEADERS
-from outrider.serve.wire import DIRECT, Left, is_closed
+from outrider.serve.wire import DIRECT, Left, is_closed, strict_json
 
 # routes that need no key and answer in every state; "" is redirected to "/"
 OPEN = ("", "/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json")
 FILES = "/static/"  # of the page at /, which has no data and prompts for the key itself
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+INVOCATIONS = "/invocations"  # SageMaker's route, whose body may be that of a chat or of completions
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GENERATING = (COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", INVOCATIONS)
 log = logging.getLogger("outrider.serve")
 
 
@@ -62,7 +65,10 @@ class Guard:
             if not public and scope["method"] != "OPTIONS":
                 self._check(scope, path)
             reads = scope["method"] == "POST" and not public
-            receive = _replayed(await self._body(scope, receive) if reads else b"", receive)
+            body = await self._body(scope, receive) if reads else b""
+            if path == INVOCATIONS and reads:
+                scope["path"] = scope["path"].removesuffix(path) + _invoked(body)
+            receive = _replayed(body, receive)
             HEADERS.set({name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]})
             await self.app(scope, receive, noted)
         except Left:
@@ -73,7 +79,7 @@ class Guard:
                 return
             refusal = api_error(error)
             if not started:
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
 
     def _routed(self, scope: Scope) -> str:
         """The path that the routes see, without `root_path`.
@@ -96,14 +102,19 @@ class Guard:
             self.server.check_room()
 
     def _has_key(self, scope: Scope) -> bool:
-        """Whether the header Authorization has a key as a Bearer token.
+        """Whether the header Authorization has a key as a Bearer token, or x-api-key has one.
 
         Every key is compared, and in constant time.
         """
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, given = header.partition(b" ")
-        right = sum(hmac.compare_digest(given.strip(), key) for key in self.keys) > 0
-        return right and kind.lower() == b"bearer"
+        right = 0
+        for name, value in scope["headers"]:
+            kind, _, given = value.partition(b" ")
+            if name == b"x-api-key":
+                given = value
+            elif name != b"authorization" or kind.lower() != b"bearer":
+                continue
+            right += sum(hmac.compare_digest(given.strip(), key) for key in self.keys)
+        return right > 0
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """The body of a request.  Raises ApiError if it is too long or too slow, Left without an end."""
@@ -141,6 +152,15 @@ def middleware(server: Gate) -> list[Middleware]:
         allow_headers=["*"],  # OpenAI's client in a browser sends its version and more
     )
     return [allowed, guard]
+
+
+def _invoked(body: bytes) -> str:
+    """The route that a body of SageMaker's is for."""
+    with suppress(ValueError):
+        given = strict_json(body)
+        if isinstance(given, dict) and "prompt" in given and "messages" not in given:
+            return COMPLETIONS
+    return CHAT
 
 
 def _too_large(most: int) -> ApiError:

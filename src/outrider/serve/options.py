@@ -52,6 +52,7 @@ class ServerOptions(Checked):
     request_timeout      seconds after which a request is ended with an error
     shutdown_timeout     seconds that open requests have left after SIGTERM
     stream_interval      seconds between parts of a stream, more with more than 8 samples; 0: a part a step
+    enable_force_include_usage    every stream of chats and completions ends with its usage
     log_interval         seconds between two lines about throughput
     allowed_origins      origins of web pages that may call the server (CORS); none: no other page may
     lora_modules         NAME=PATH of LoRA adapters, which are models of those names
@@ -85,6 +86,7 @@ class ServerOptions(Checked):
     request_timeout: Seconds = 600.0
     shutdown_timeout: Seconds = 30.0
     stream_interval: Annotated[float, INTERVAL] = 0.05
+    enable_force_include_usage: Flag = False
     log_interval: Seconds = 10.0
     allowed_origins: Texts = ()
     lora_modules: Texts = ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar, get_args
+from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -51,16 +53,26 @@ UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are r
     "id_slot": "leave it out: rows have no fixed places",
     "grammar": "use structured_outputs",
     "json_schema": "use response_format",
+    "mcp_servers": "call their tools in the client",
+    **dict.fromkeys(("container", "compaction", "thread", "fallbacks"), "it is of Anthropic's service"),
     "kv_transfer_params": "prompts are computed by the server itself",
 }
+# those that clients send without a content
+EMPTY = {"functions", "kv_transfer_params", "logits_processors", "media_io_kwargs", "mm_processor_kwargs",
+         "vllm_xargs"}  # fmt: skip
 # fields of which one value is accepted, that which changes nothing -> what to do instead of another one
 CURES = {"use_beam_search": BEAMS, "length_penalty": BEAMS, "early_stopping": BEAMS}
+
+
+def id_of(header: str) -> str:
+    """The id that a header X-Request-Id gives a request, or a random one."""
+    return header if re.fullmatch(r"[!-~]{1,200}", header) else uuid4().hex
 
 
 class Body(BaseModel):
     """Values have the types that are written here: "1" is no number.
 
-    A field that is null is left out, unless null has a meaning of its own.
+    A field that is null is left out, unless null has a meaning of its own.  So are empty ones of EMPTY.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -70,7 +82,13 @@ class Body(BaseModel):
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None or cls._has_null(name)}
+        return {name: value for name, value in given.items() if not cls._means_nothing(name, value)}
+
+    @classmethod
+    def _means_nothing(cls, name: str, value: Any) -> bool:
+        if value is None:
+            return not cls._has_null(name)
+        return name in EMPTY and value in ({}, [])
 
     @classmethod
     def _has_null(cls, name: str) -> bool:

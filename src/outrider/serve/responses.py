@@ -41,7 +41,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     with_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not with_logprobs:
         raise ApiError(400, f'top_logprobs needs include=["{LOGPROBS}"].', "top_logprobs")
-    use = ToolUse.of(chat_tools(body.tools), body.tool_choice)
+    use = ToolUse.of(chat_tools(body.tools), body.tool_choice, body.parallel_tool_calls)
     more: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if with_logprobs:
         more["logprobs"] = body.top_logprobs or 0

@@ -34,6 +34,7 @@ class ToolCall(NamedTuple):
 class Parsed(NamedTuple):
     """content: text that is no call.  calls_before: calls in front of the content.
 
+    lead: characters of the content in front of the first call, if there is one.
     reasoning: what the model thought before both.  start: of the rest in its text.
     """
 
@@ -42,6 +43,7 @@ class Parsed(NamedTuple):
     calls_before: int = 0
     reasoning: str = ""
     start: int = 0
+    lead: int = 0
 
     def only(self, names: Container[str]) -> Parsed:
         """The same without calls of other functions."""
@@ -58,11 +60,11 @@ Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> JSON schema of 
 class ToolParser:
     """One format.
 
-    marker: where calls begin.  bare: a text that begins with `{` is a call, too.
+    markers: where calls begin.  bare: a text that begins with `{` is a call, too.
     read: text from the first marker on, and the tools -> its calls and other texts.
     """
 
-    marker: str
+    markers: tuple[str, ...]
     read: Callable[[str, Tools], Pieces]
     bare: bool = False
 
@@ -73,7 +75,8 @@ class ToolParser:
         content.  tools: a bare object that calls none of them is content; None: they are not known.
         """
         known = tools or {}
-        text = text if finished else without_beginning(text, self.marker)
+        if not finished:
+            text = min((without_beginning(text, marker) for marker in self.markers), key=len)
         is_bare = self.bare and text.lstrip().startswith("{")
         if is_bare:
             pieces = self.read(text, known)
@@ -81,7 +84,7 @@ class ToolParser:
                 pieces = [piece for piece in pieces if isinstance(piece, str) or piece.name in tools]
             if any(isinstance(piece, ToolCall) for piece in pieces):
                 return _joined("", pieces)
-        start = text.find(self.marker)
+        start = min((at for marker in self.markers if (at := text.find(marker)) >= 0), default=-1)
         if start >= 0:
             found = _joined(text[:start].rstrip(), self.read(text[start:], known))
             return found if found.calls or not finished else Parsed(text, [])
@@ -92,14 +95,14 @@ class ToolParser:
 
 def _joined(content: str, pieces: Pieces) -> Parsed:
     """Calls, and the content in front of them with the texts behind them."""
-    calls, before = list[ToolCall](), 0
+    calls, before, lead = list[ToolCall](), 0, len(content)
     for piece in pieces:
         if isinstance(piece, ToolCall):
             calls.append(piece)
         elif part := piece.strip():
             before = before if content else len(calls)
             content += f"\n{part}" if content else part
-    return Parsed(content, calls, before)
+    return Parsed(content, calls, before, lead=lead)
 
 
 def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, int]:

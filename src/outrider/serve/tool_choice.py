@@ -17,17 +17,20 @@ class ToolUse:
 
     required: the output is a list of calls.  name: of the only function that is called; its arguments are the
     output.  limited: calls of other functions are left out, as allowed_tools demands.
+    single: the list has one call.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()
     required: bool = False
     name: str | None = None
     limited: bool = False
+    single: bool = False
 
     @staticmethod
-    def of(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> ToolUse:
+    def of(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: bool | None = True) -> ToolUse:
         """Check the fields `tools` and `tool_choice`; without tools for tool_choice "none".
 
+        parallel: False: one call at most.
         Raises ApiError for tools that are no functions, for an unknown tool_choice, and for one that names a
         function that is none of the tools.
         """
@@ -46,7 +49,7 @@ class ToolUse:
             known = [tool for other in names for tool in _named(known, other)]
         elif name is not None:
             _named(known, name)
-        return ToolUse(known, required, name, allowed is not None)
+        return ToolUse(known, required, name, allowed is not None, parallel is False)
 
     @property
     def names(self) -> frozenset[str]:
@@ -84,6 +87,8 @@ class ToolUse:
         ]
         parts = {str(i): moved(schema, f"#/$defs/{i}") for i, (_, schema) in enumerate(functions)}
         schema = {"$defs": parts, "type": "array", "minItems": 1, "items": {"anyOf": calls}}
+        if self.single:
+            schema["maxItems"] = 1
         return {"json": schema, "disable_any_whitespace": True}
 
 

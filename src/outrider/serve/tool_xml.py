@@ -7,6 +7,8 @@ Oslo
 </parameter>
 </function>
 </tool_call>
+
+Models leave the outer tags out sometimes: then, it is a call if it names one of the tools.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from typing import Any
 
 from outrider.serve.tool_calls import Pieces, ToolCall, Tools, end_of, unmarked
 
-HEAD = re.compile(r"<tool_call>\s*<function=([^>\s]+)>")
+HEAD = re.compile(r"(<tool_call>\s*)?<function=([^>\s]+)>")
+BEGUN = re.compile(r"<tool_call>|<function=[^>\s]*$")  # of a call whose head is not complete
 PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?")
 CLOSED, NEXT = "</parameter>", "\n<parameter="
 END = re.compile(r"\s*</function>")
@@ -30,18 +33,26 @@ KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: 
 def read_xml(text: str, tools: Tools) -> Pieces:
     """The calls of a text, and what is between them.  A parameter may contain any tag but its own end."""
     pieces: Pieces = []
-    head = HEAD.search(text)
+    head = _head(text, 0, tools)
     while head is not None:
         values, at = _parameters(text, head.end())
         end = END.match(text, at)
-        arguments = _arguments(values, tools.get(head[1], {}), end is not None)
-        pieces.append(ToolCall(head[1], arguments, end is not None))
+        arguments = _arguments(values, tools.get(head[2], {}), end is not None)
+        pieces.append(ToolCall(head[2], arguments, end is not None))
         if end is None:
             return pieces
-        head = HEAD.search(text, end.end())
-        between, _, _ = text[end.end() : head.start() if head is not None else None].partition("<tool_call>")
-        pieces.append(unmarked(between))
+        head = _head(text, end.end(), tools)
+        between = text[end.end() : head.start() if head is not None else None]
+        pieces.append(unmarked(BEGUN.split(between, maxsplit=1)[0]))
     return pieces
+
+
+def _head(text: str, at: int, tools: Tools) -> re.Match[str] | None:
+    """The next beginning of a call."""
+    for head in HEAD.finditer(text, at):
+        if head[1] or not tools or head[2] in tools:
+            return head
+    return None
 
 
 def _parameters(text: str, at: int) -> tuple[dict[str, str], int]:

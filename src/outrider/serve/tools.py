@@ -46,19 +46,19 @@ def _named(name: str, text: str) -> Pieces:
     return [ToolCall(name, text, False)] if end is None else [ToolCall(name, text[:end]), text[end:]]
 
 
-HERMES = ToolParser("<tool_call>", _hermes)
-XML = ToolParser("<tool_call>", read_xml)
-LLAMA3 = ToolParser("<|python_tag|>", _llama3, bare=True)
+HERMES = ToolParser(("<tool_call>",), _hermes)
+XML = ToolParser(("<tool_call>", "<function="), read_xml)
+LLAMA3 = ToolParser(("<|python_tag|>",), _llama3, bare=True)
 PARSERS: dict[str, ToolParser] = {
     "hermes": HERMES,
     "qwen": HERMES,
     "llama3": LLAMA3,
     "llama3_json": LLAMA3,
-    "mistral": ToolParser("[TOOL_CALLS]", _mistral),
+    "mistral": ToolParser(("[TOOL_CALLS]",), _mistral),
     "qwen3_coder": XML,
     "qwen3_xml": XML,
-    "granite": ToolParser(GRANITE, _granite),
-    "openai": ToolParser(CALL, read_calls),
+    "granite": ToolParser((GRANITE,), _granite),
+    "openai": ToolParser((CALL,), read_calls),
 }
 
 

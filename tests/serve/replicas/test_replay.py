@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from served import Served
 
+from outrider.serve.errors import ApiError
 from outrider.serve.replicas.replay import Replay, parsed
 from outrider.serve.wire import DONE, event
 
@@ -44,6 +45,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"input": "Tell me a story.", "max_output_tokens": 80, "tool_choice": "required",
          "tools": [{"type": "function", **FUNCTION}]},
     ),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "max_tokens": 12}),
+    "message_calls": (
+        "/v1/messages",
+        {"messages": MESSAGES, "max_tokens": 80, "tool_choice": {"type": "any"},
+         "tools": [{"name": "look_up", "input_schema": FUNCTION["parameters"]}]},
+    ),
 }  # fmt: skip
 
 
@@ -63,6 +70,14 @@ def content(events: list[str]) -> dict[Any, Any]:
         found[key] = found[key] + value if key in found else value
 
     for value in [parsed(text) for text in events if text != DONE]:
+        if value.get("type") == "content_block_delta":
+            kind, new = value["delta"].values()
+            add((value["index"], kind), new)
+            continue
+        if "type" in value and "sequence_number" not in value:
+            value.pop("usage", None)
+            add(("kinds",), [value])
+            continue
         if "type" in value:
             add(("numbers",), [value.pop("sequence_number")])
             kind = value["type"]
@@ -141,6 +156,14 @@ def test_reasoning_is_left_out_as_far_as_it_was_sent() -> None:
     replay = Replay([thought("Let"), thought(" me")])
     rest = [replay.rest(text) for text in (thought("Le"), thought("t me see"), part(content="Hi"))]
     assert rest == [None, thought(" see"), part(content="Hi")]
+
+
+def test_a_message_that_fails_ends_with_an_error_of_its_api() -> None:
+    began = event({"type": "message_start", "message": {}}, "message_start")
+    refusal = ApiError(503, "it is gone.", code="replica_lost")
+    (last,) = Replay([began]).failure(refusal)
+    fault = {"type": "overloaded_error", "message": "it is gone.", "code": "replica_lost"}
+    assert last == event({"type": "error", "error": fault}, "error")
 
 
 def test_a_stream_that_had_not_begun_is_passed_on_as_it_is() -> None:

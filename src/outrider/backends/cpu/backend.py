@@ -26,6 +26,7 @@ from outrider.backends.cpu.fused import CpuFusedModel, Stack
 from outrider.backends.cpu.lora import Adapter
 from outrider.backends.cpu.packing import KINDS, Packed, pack
 from outrider.backends.cpu.picking import Picking
+from outrider.backends.cpu.recurrence import CpuRecurrence
 from outrider.backends.cpu.rules import Distributions, TreeVerifier
 from outrider.backends.cpu.structs import StepView, address
 from outrider.backends.launch import AttentionShape, Call, Launched, launched
@@ -69,6 +70,7 @@ class CpuBackend(Picking):
         self.name = f"C ({str(dtype).removeprefix('torch.')} weights, {inputs}float32 sums)"
         self.fused, self.verifier = CpuFusedModel(lib), TreeVerifier(lib)
         self.distributions = Distributions(lib)
+        self.recurrence = CpuRecurrence(lib)
 
     def pack(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None) -> Packed:
         return pack(weight, bias, self.dtype, self.inputs_dtype)

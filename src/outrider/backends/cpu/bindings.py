@@ -1,4 +1,4 @@
-"""ctypes bindings made from kernels.h and runs.h: a struct class for a typedef, a signature for a prototype.
+"""ctypes bindings made from headers: a struct class for a typedef, a signature for a prototype.
 
 A pointer to a struct takes an instance, an array or None.  Every other pointer takes an address or None.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HEADERS = [Path(__file__).parent / "csrc" / name for name in ("kernels.h", "runs.h")]
+HEADERS = [Path(__file__).parent / "csrc" / name for name in ("kernels.h", "recurrent.h", "runs.h")]
 _SCALARS = ("char", "int", "int8_t", "int32_t", "int64_t", "uint64_t", "float", "double")
 NUMBERS: dict[str, Any] = {name: getattr(ctypes, f"c_{name.removesuffix('_t')}") for name in _SCALARS}
 NUMBERS["void"] = None

@@ -79,6 +79,13 @@ class CompiledIndex:
         buffer = array("i", tokens)  # must stay alive during the call
         self.lib.runs_extend(self.text, buffer.buffer_info()[0], len(buffer))
 
+    def longest_match(self, tokens: Sequence[int], texts: Sequence[CompiledIndex]) -> int:
+        self._check_room(tokens)
+        given = array("i", tokens)  # these arrays must stay alive during the call
+        others = array("Q", [text.address for text in texts])
+        at = given.buffer_info()[0], len(given), others.buffer_info()[0]
+        return int(self.lib.runs_longest(self.text, *at, len(texts)))
+
     def find(self, tokens: Sequence[int], ahead: Sequence[int], texts: Sequence[CompiledIndex]) -> Places:
         self._check_room(tokens)
         given = array("i", [*tokens, *ahead])  # these arrays must stay alive during the call

@@ -33,6 +33,7 @@ from outrider.backends.base import (
 from outrider.backends.launch import AttentionShape, Call, Launched, launched
 from outrider.backends.torch import attention, sampling
 from outrider.backends.torch.attention import Group
+from outrider.backends.torch.recurrence import TorchRecurrence
 from outrider.backends.torch.verifier import TreeVerifier
 from outrider.core import lora
 from outrider.core import stop_rule as stop_rules
@@ -98,6 +99,7 @@ class TorchBackend:
         mps = device.type == "mps"  # has no float64
         self.pick_next = None if mps else self._pick_next
         self.top_next: TopNext | None = None if mps else sampling.TopNext()
+        self.recurrence = TorchRecurrence()
         self.wide = torch.float64 if device.type == "cpu" else torch.float32
         self.widened = 0  # bytes of quantized weights
         self.name = f"torch on {device} ({str(dtype).removeprefix('torch.')})"

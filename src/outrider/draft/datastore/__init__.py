@@ -42,7 +42,7 @@ class Datastore(TextDrafter):
 
         datastore: a file, or "builtin-datastore".
         max_token_span, min_token_span: length of the longest and the shortest match.
-        num_draft: maximum size of a tree; None means REST's 64, or 8 on a CPU, where every node costs time.
+        num_draft: maximum size of a tree; None means REST's 64, or 7 on a CPU, where every node costs time.
         min_token_prob: minimum joint probability of a node.
         """
 
@@ -98,7 +98,8 @@ class Datastore(TextDrafter):
 
     def observe(self, commit: Commit) -> None:
         for step in commit.batch:
-            if step.tree.tokens and step.row in self.lengths:
+            # The end of a text cuts a path that was right: its last nodes were not judged.
+            if step.tree.tokens and step.row in self.lengths and step.row.finish_reason is None:
                 self.memory.observe(self.lengths[step.row], step.tree, step.accepted)
 
     def forget(self, row: Row, reason: str) -> None:

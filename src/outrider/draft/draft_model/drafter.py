@@ -25,7 +25,7 @@ from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.draft_model.first import FirstForward, Part
 from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
-from outrider.draft.draft_model.loading import default_draft, load_draft
+from outrider.draft.draft_model.loading import default_draft, load_draft, refuse_states
 from outrider.draft.draft_model.one_pass import OnePass
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
@@ -61,7 +61,7 @@ class ModelDrafter(Drafter):
         self.catch_up = TokenCatchUp()
         self.waiting: set[Row] = set()  # rows that the last forward had too little room for
         if self.itself:
-            self.decoder, self.sampler = target.decoder, target.sampler
+            self.decoder, self.sampler = refuse_states(target.decoder), target.sampler
             self.vocabulary, self.context = target.vocabulary, target.max_len
         else:
             self._load(options, target)
@@ -172,7 +172,7 @@ class ModelDrafter(Drafter):
             if end + budget.depth > self.context:
                 budget = budget.within(depth=self.context - end)
             if self.itself:  # it has nothing to catch up with, so it skips prompts
-                cursor, done, reads = None, start, step.known == 1 and budget.nodes > 0
+                cursor, done, reads = None, start, step.decodes and budget.nodes > 0
             else:
                 cursor = self.catch_up.cursor(row, start)
                 done, reads = min(cursor.filled, start), budget.nodes > 0 or self._reads_prompt(step)

@@ -156,9 +156,21 @@ class Retokenized(ModelDrafter):
     def forget(self, row: Row, reason: str) -> None:
         shadow = self.shadows.pop(row, None)
         if shadow is not None:
-            self.catch_up.forget(shadow.row)
+            super().forget(shadow.row, reason)
             if shadow.row.table is not None:
                 self.cache.close(shadow.row.table)
+
+    def behind(self, row: Row) -> int:
+        shadow = self.shadows.get(row)
+        if shadow is None:  # what a new row shares with others has pages here, too
+            new = len(row.tokens) == row.prompt and row.left_out.isdisjoint(self.sources)
+            return 0 if new else row.computed
+        text, cursor = shadow.text, self.catch_up.cursors.get(shadow.row)
+        if len(text.ids) > self.context:
+            return 0  # it is not drafted for any more
+        lacks = len(text.ids) - (cursor.filled if cursor is not None else 0)
+        unread = -(-text.consumed * lacks // max(1, len(text.ids)))  # in the target's tokens, rounded up
+        return unread + max(0, row.computed - text.consumed)
 
     def filled(self, row: Row) -> int:
         """All of the row: the target's pages hold none of this drafter's K/V."""

@@ -121,7 +121,7 @@ class LayerSkip(Drafter):
 
     def propose(self, batch: Batch) -> Draft:
         trees = [EMPTY_TREE] * len(batch)
-        places = [r for r, step in enumerate(batch) if step.budget.nodes and step.known == 1]
+        places = [r for r, step in enumerate(batch) if step.budget.nodes and step.decodes]
         steps = [batch[r] for r in places]
         if not steps:
             return Draft(trees)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from outrider.cache.pool import Pool
 from outrider.core.limits import check_attention
 from outrider.core.step_input import StepInput
 from outrider.errors import ModelError
+from outrider.models.fallback.recurrent import RecurrentCall
 
 # Names of our attention implementations.  With the second one transformers also asks for masks.
 ATTENTION, RECORDING = "outrider", "outrider-listening"
@@ -56,14 +57,19 @@ class AttentionLayer:
 
 @dataclass
 class ForwardCall:
-    """One forward of the model.  rope: [positions, 0], as the modelling code applies RoPE itself."""
+    """One forward of the model.  rope: [positions, 0], as the modelling code applies RoPE itself.
+
+    mixers: in a dry run, receives the modules that run attention or recurrences, in order
+    """
 
     backend: Backend
     step_input: StepInput
     layers: list[AttentionLayer]
     rope: Tensor
+    recurrent: RecurrentCall
     pool: Pool | None = None
     next_layer: int = 0
+    mixers: list[nn.Module] = field(default_factory=list)
 
 
 _CALL: ContextVar[ForwardCall] = ContextVar("call")
@@ -83,6 +89,16 @@ def is_intercepting() -> bool:
     return _CALL.get(None) is not None
 
 
+def recurrent_call(module: nn.Module) -> RecurrentCall | None:
+    """The call to which the recurrences of a module belong; None outside of `intercepting`."""
+    call = _CALL.get(None)
+    if call is None:
+        return None
+    if call.pool is None:
+        call.mixers.append(module)
+    return call.recurrent
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -95,6 +111,7 @@ def attend(
     call = _CALL.get()
     if call.pool is None:
         given = AttentionSettings.of(type(module).__name__, settings)
+        call.mixers.append(module)
         call.layers.append(_layer_of(module, query, key, value, attention_mask, given))
         shape = (1, query.shape[2], query.shape[1], value.shape[3])
         return torch.zeros(shape, dtype=query.dtype, device=query.device), None
@@ -136,7 +153,7 @@ class AttentionSettings:
     @classmethod
     def of(cls, name: str, given: Mapping[str, Any]) -> AttentionSettings:
         """Raise ModelError for a tensor of unknown meaning.  name: of the module, in errors."""
-        own = {field.name: given[field.name] for field in fields(cls) if field.name in given}
+        own = {part.name: given[part.name] for part in fields(cls) if part.name in given}
         others = given.keys() - own.keys() - IGNORED_TENSORS
         if unknown := sorted(key for key in others if isinstance(given[key], Tensor)):
             raise ModelError(

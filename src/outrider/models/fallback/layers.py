@@ -28,6 +28,7 @@ from outrider.models.fallback.attention import (
     unify,
 )
 from outrider.models.fallback.loading import body_attribute, quiet
+from outrider.models.fallback.recurrent import Recurrences, RecurrentCall
 from outrider.models.placement import Precision
 from outrider.models.rope import fix_ropes
 
@@ -93,9 +94,15 @@ class FamilyLayers:
 
     def __call__(self, x: Tensor, step_input: StepInput, pool: Pool, only: int) -> Tensor:
         """x [n, hidden] after layer `only`."""
-        call = ForwardCall(self.backend, step_input, self.layers, self.rope, pool, only)
-        with intercepting(call):
+        with intercepting(self._call(step_input, self.layers, pool, only)):
             return self._run(only, x, step_input)
+
+    def _call(
+        self, step_input: StepInput, layers: list[AttentionLayer], pool: Pool | None = None, first: int = 0
+    ) -> ForwardCall:
+        """A forward from layer `first` on, none of which has recurrences."""
+        recurrent = RecurrentCall(self.backend.recurrence, step_input, Recurrences(), None)
+        return ForwardCall(self.backend, step_input, layers, self.rope, recurrent, pool, first)
 
     def _run(self, layer: int, x: Tensor, step_input: StepInput, mask: Tensor | None = None) -> Tensor:
         positions, x = step_input.on(self.backend.device).positions[None], x[None]
@@ -149,7 +156,7 @@ class FamilyLayers:
                 self._run(i, x, step_input, mask)
 
         self.config._attn_implementation = RECORDING
-        with intercepting(ForwardCall(self.backend, step_input, layers, self.rope)):
+        with intercepting(self._call(step_input, layers)):
             row_invariant.row_invariant(self.blocks, run)
         self.config._attn_implementation = ATTENTION
         if len(layers) != len(self.blocks):

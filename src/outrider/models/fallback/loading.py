@@ -53,8 +53,6 @@ def load_model(checkpoint: Checkpoint) -> Any:
     if mismatched := sorted(report["mismatched_keys"]):
         tensor, stored, expected = mismatched[0]
         raise ModelError(f"{tensor} has shape {tuple(stored)}, the config asks for {tuple(expected)}.")
-    if getattr(model, "_is_stateful", False):
-        raise ModelError(f"{name} keeps a recurrent state, which cannot be verified as a tree.")
     return model.eval()
 
 
@@ -100,7 +98,10 @@ def _has_files(checkpoint: Checkpoint) -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Switch off transformers' progress bars and load reports; missing tensors are raised instead."""
+    """Switch off transformers' progress bars, its load reports and its hints to install kernels.
+
+    Missing tensors are raised instead.
+    """
     log: Any = transformers_logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

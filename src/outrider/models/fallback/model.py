@@ -26,6 +26,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from outrider.backends.base import Backend, Chains
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool
+from outrider.cache.states import StatePool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import FAMILIES
 from outrider.core.device import take
@@ -34,7 +35,7 @@ from outrider.core.stop_rule import Chained
 from outrider.errors import ConfigError, ModelError, first_line
 from outrider.models.base import Model, Stream, Taps
 from outrider.models.chains import draft_chain
-from outrider.models.fallback import patches, query_scales, row_invariant
+from outrider.models.fallback import mixers, patches, query_scales, row_invariant
 from outrider.models.fallback.attention import (
     ATTENTION,
     RECORDING,
@@ -43,10 +44,12 @@ from outrider.models.fallback.attention import (
     attend,
     intercepting,
     is_intercepting,
+    recurrent_call,
     unify,
 )
 from outrider.models.fallback.layers import FamilyLayers
-from outrider.models.fallback.loading import body_attribute, body_of, load_model
+from outrider.models.fallback.loading import body_attribute, body_of, load_model, quiet
+from outrider.models.fallback.recurrent import Recurrences, RecurrentCall
 from outrider.models.fallback.taps import layers_of, tapping
 from outrider.models.placement import Precision
 from outrider.models.rope import fix_ropes
@@ -64,11 +67,17 @@ class BodyOutput(MoeModelOutputWithPast):
 
 
 class BodyStub(nn.Module):
-    """Replacement of the body below the head: returns `hidden`, so that the head can be run alone."""
+    """Replacement of the body below the head: returns `hidden`, so that the head can be run alone.
 
-    def __init__(self) -> None:
+    It has the numbers among the body's attributes: Falcon-H1's head reads a factor there.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.hidden = torch.empty(0)
+        for name, value in vars(body).items():
+            if isinstance(value, (int, float)) and not hasattr(self, name):
+                setattr(self, name, value)
 
     @property
     def decoder(self) -> BodyStub:  # OPT's head calls model.decoder
@@ -94,11 +103,15 @@ class Fallback(Model):
         fix_ropes(self.head, max_len)
         query_scales.take_over(self.head, len(self.rope), device, is_intercepting)
         uses_interface = not patches.route(self.head, attend)
+        self.recurrences = Recurrences()
+        if not mixers.route(self.head, recurrent_call) and getattr(self.head, "_is_stateful", False):
+            name = self.spec.architecture
+            raise ModelError(f"{name} keeps a recurrent state of an unknown kind, which is not supported.")
         row_invariant.convert(self.head, self.backend, dtype)
-        with self._refusing():
-            self.layers = self._record_layers(uses_interface)
-            self.modules = layers_of(self.body, self.spec.layers, [layer.module for layer in self.layers])
-            self.body_stub = BodyStub()
+        with self._refusing(), quiet():
+            self._record_layers(uses_interface)
+            self.modules = layers_of(self.body, self.spec.layers, self.mixers)
+            self.body_stub = BodyStub(self.body)
             setattr(self.head, body_attribute(self.head), self.body_stub)
             if uses_interface:
                 self._check_logits()
@@ -112,9 +125,11 @@ class Fallback(Model):
         return self._pool(slots, self.precision.kv_dtype)
 
     def _pool(self, slots: int, dtype: torch.dtype) -> Pool:
-        return Pool(
-            len(self.layers), self.layers[0].kv_heads, self.layers[0].head_dim, slots, dtype, self.device
-        )
+        layer = self.layers[0]
+        pool = Pool(len(self.layers), layer.kv_heads, layer.head_dim, slots, dtype, self.device)
+        if self.recurrences.shapes:
+            pool.states = StatePool(self.recurrences.shapes, self.device)
+        return pool
 
     @property
     def footprint(self) -> Counter[torch.device]:
@@ -124,6 +139,10 @@ class Fallback(Model):
 
     def more_layers(self, config: Any, tensors: Mapping[str, Tensor], count: int) -> FamilyLayers:
         return FamilyLayers(self.head, config, tensors, count, self.precision, self.backend, self.max_len)
+
+    def state_bytes(self, nodes: int) -> Counter[torch.device]:
+        shapes = self.recurrences.shapes
+        return Counter({self.device: sum(each.bytes(nodes) for each in shapes)} if shapes else {})
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> None:
         raise ConfigError(
@@ -136,9 +155,13 @@ class Fallback(Model):
     ) -> Tensor:
         """[n, hidden] after the last norm; K/V of these rows is in the pool."""
         assert blocks is None and x is None, "all layers run"
-        call = ForwardCall(self.backend, step_input, self.layers, self.rope, pool)
-        with intercepting(call), tapping(self.modules, taps or {}):
+        with intercepting(self._call(step_input, pool)), tapping(self.modules, taps or {}):
             return self._hidden(step_input)
+
+    def _call(self, step_input: StepInput, pool: Pool | None) -> ForwardCall:
+        states = None if pool is None else pool.states
+        recurrent = RecurrentCall(self.backend.recurrence, step_input, self.recurrences, states)
+        return ForwardCall(self.backend, step_input, self.layers, self.rope, recurrent, pool)
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         weight: Tensor = self.body.get_input_embeddings().weight.detach()
@@ -174,17 +197,19 @@ class Fallback(Model):
             inputs["position_ids"] = step.positions[None]
         return inputs
 
-    def _record_layers(self, uses_interface: bool) -> list[AttentionLayer]:
+    def _record_layers(self, uses_interface: bool) -> None:
         """Dry run over four tokens: record attention layers, pack weights, find batch-dependent functions."""
         if uses_interface:
             self.head.config._attn_implementation = RECORDING
-        step_input, layers = self._check_input(0, 4), list[AttentionLayer]()
+        self.layers = layers = list[AttentionLayer]()
+        step_input = self._check_input(0, 4)
+        call = self._call(step_input, None)
 
         def run() -> Tensor:
             logits: Tensor = self.head(use_cache=False, **self._model_inputs(step_input)).logits
             return logits
 
-        with intercepting(ForwardCall(self.backend, step_input, layers, self.rope)):
+        with intercepting(call):
             logits = row_invariant.row_invariant(self.head, run)
         if not layers:
             raise ModelError("its attention does not go through transformers' attention interface.")
@@ -195,7 +220,7 @@ class Fallback(Model):
                 f"it has logits for {logits.shape[-1]} tokens, and the config says {self.spec.vocabulary}."
             )
         unify(layers)
-        return layers
+        self.mixers = call.mixers
 
     def _check_logits(self) -> None:
         """Compare transformers' own logits with those of two prompt chunks and a token through the cache."""

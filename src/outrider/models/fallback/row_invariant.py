@@ -130,6 +130,13 @@ def _addmm(bias: Tensor, x: Any, weight: Any, **scaled: Any) -> Tensor | None:
     return weight.linear(x, transposed=True, bias=bias) if isinstance(weight, Matrix) and not scaled else None
 
 
+def _rmatmul(x: Any, weight: Any) -> Tensor | None:
+    """Product weight @ x of a weight [O, K] and columns x [1, K, n], as in Jamba."""
+    if not isinstance(weight, Matrix) or weight._experts or x.dim() != 3:
+        return None
+    return weight.linear(x.transpose(1, 2)).transpose(1, 2)
+
+
 def _matmul(x: Any, weight: Any) -> Tensor | None:
     if isinstance(weight, Transposed):
         return weight.matrix.linear(x)
@@ -163,6 +170,7 @@ PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {
     torch.bmm: _bmm,
     **dict.fromkeys((torch.matmul, torch.mm), _matmul),
     **dict.fromkeys((torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _matmul),
+    torch.Tensor.__rmatmul__: _rmatmul,
 }
 
 
@@ -175,6 +183,8 @@ def convert(model: nn.Module, backend: Backend, dtype: torch.dtype) -> None:
     module: Any  # its attributes change their types
     for module in model.modules():
         for name, weight in list(module._parameters.items()):
+            if isinstance(module, nn.Conv1d):
+                break  # the kernels of recurrent layers take its weight as it is
             if weight is None or weight.dim() not in (2, 3):
                 continue
             if id(weight) not in matrices:

@@ -15,7 +15,7 @@ def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.
     """The list of a body's decoder layers; None if it is not found.
 
     count:    number of layers
-    attended: modules that ran attention, in order; every layer must contain at least one
+    attended: modules that ran attention or recurrences, in order; some layer of the list contains each
     This excludes lists of experts, norms or attentions, and the layers of a vision tower.
     """
 
@@ -25,7 +25,7 @@ def layers_of(body: nn.Module, count: int, attended: Sequence[nn.Module]) -> nn.
             for number, layer in enumerate(modules):
                 layer_of |= {id(inner): number for inner in layer.modules() if inner is not layer}
             order = [layer_of.get(id(module), -1) for module in attended]
-            if order == sorted(order) and set(order) == set(range(count)):
+            if order == sorted(order) and -1 not in order:
                 return modules
     return None
 

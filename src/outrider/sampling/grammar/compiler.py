@@ -17,12 +17,14 @@ from functools import cached_property, partial
 from threading import Lock
 from typing import Any, TypeVar
 
+import numpy as np
+
 from outrider.core.reasoning import ReasoningMarkers
 from outrider.core.structural_tag import tags_of
 from outrider.core.structured import FORMS, WHERE, StructuredOutputs
 from outrider.errors import RequestError, shortened
 from outrider.sampling.grammar.faults import place_of, readable
-from outrider.sampling.grammar.state import GrammarState, Source
+from outrider.sampling.grammar.state import GrammarState, Source, too_complex
 from outrider.sampling.grammar.tags import tagged, thought_first
 
 CACHED = 64  # compiled grammars
@@ -131,16 +133,36 @@ class GrammarCompiler:
     # These two do not take the lock of compilations, for which a step would have to wait.
 
     def _again(self, form: StructuredOutputs) -> Any:
-        return on_large_stack(lambda: self._compile(form))
+        """A matcher of a grammar that was compiled before: a step waits, so it is not checked again."""
+        return on_large_stack(lambda: self._matcher(form, self._source(form)))
 
     def _forget(self, form: StructuredOutputs) -> None:
         with self.cache_lock:
             self.compiled.pop(_key(form), None)
 
     def _compile(self, form: StructuredOutputs) -> Any:
-        library = self.library  # raises RequestError without llguidance
-        from llguidance import LLMatcher
+        """A matcher at the beginning of a grammar.  Raises RequestError if it allows no text.
 
+        Also if the library gives up on the first token: of a large repetition it does after a second, for
+        which a step would wait.
+        """
+        matcher = self._matcher(form, self._source(form))
+        allowed = matcher.compute_bitmask()
+        if not any(allowed) or matcher.is_error():
+            kind = _kind(form)
+            raise RequestError(f"{WHERE}: no text has the form of {kind} {shortened(getattr(form, kind))}.")
+        bits = np.unpackbits(np.frombuffer(allowed, np.uint8), bitorder="little")
+        first = next((int(token) for token in bits.nonzero()[0] if int(token) not in self.ending), None)
+        if first is not None:
+            matcher.try_consume_tokens([first])
+            if matcher.is_error():
+                raise too_complex(matcher)
+            matcher.reset()
+        return matcher
+
+    def _source(self, form: StructuredOutputs) -> str:
+        """The grammar in llguidance's JSON.  Raises RequestError if it is too large."""
+        _ = self.library  # raises RequestError without llguidance
         try:
             grammar = self._grammar(form)
         except RequestError:
@@ -154,12 +176,14 @@ class GrammarCompiler:
         for what, count in counts.items():
             if count > MOST_RULES:
                 raise RequestError(f"{WHERE}: a grammar may have {MOST_RULES} {what} at most, got {count}.")
-        matcher = LLMatcher(library, grammar, log_level=0)
+        return grammar
+
+    def _matcher(self, form: StructuredOutputs, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self.library, grammar, log_level=0)
         if matcher.is_error():
             raise self._fault(form, self._refusal(grammar) or matcher.get_error())
-        if not any(matcher.compute_bitmask()) or matcher.is_error():
-            kind = _kind(form)
-            raise RequestError(f"{WHERE}: no text has the form of {kind} {shortened(getattr(form, kind))}.")
         return matcher
 
     def _grammar(self, form: StructuredOutputs) -> str:

@@ -195,7 +195,10 @@ class GrammarState:
         if self.matcher.is_error() and self._begin_again():
             mask = self._masked(ids)
         if self.matcher.is_error():
-            self.fault, self.matcher = self._fault(), None  # what it holds is large, and the row goes later
+            self.fault, self.matcher = (
+                too_complex(self.matcher),
+                None,
+            )  # what it holds is large, and the row goes later
             raise self.fault
         return mask
 
@@ -234,10 +237,12 @@ class GrammarState:
         self._at_beginning()
         return True
 
-    def _fault(self) -> RequestError:
-        fault = self.matcher.get_error().splitlines()[0]
-        text = f"structured_outputs: the grammar is too complex to follow: {fault}."
-        return RequestError(text, "structured_outputs")
+
+def too_complex(matcher: Any) -> RequestError:
+    """The error of a row whose matcher has given up."""
+    fault = matcher.get_error().splitlines()[0]
+    text = f"structured_outputs: the grammar is too complex to follow: {fault}."
+    return RequestError(text, "structured_outputs")
 
 
 def depth_first(parents: Sequence[int]) -> list[int]:

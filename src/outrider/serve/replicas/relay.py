@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Protocol
-from uuid import uuid4
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -20,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.errors import shortened
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.guard import GENERATING
-from outrider.serve.protocol import MOST_SAMPLES
+from outrider.serve.protocol import MOST_SAMPLES, id_of
 from outrider.serve.replicas.replay import Replay
 from outrider.serve.replicas.routing import blocks_of
 from outrider.serve.wire import DONE, Events, dumps, strict_json, unless_left
@@ -30,7 +29,8 @@ MOST_TRIES = 50  # answers "not ready" that one request may get: a replica that 
 PAUSE = 0.1  # seconds after such an answer
 NOT_COPIED = ("host", "connection", "content-length", "transfer-encoding", "keep-alive", "accept-encoding",
               "te", "date", "server")  # headers of one connection  # fmt: skip
-ENDS = tuple(f"event: response.{status}\n" for status in ("completed", "incomplete", "failed"))
+LAST = ("response.completed", "response.incomplete", "response.failed", "message_stop", "error")
+ENDS = tuple(f"event: {name}\n" for name in LAST)
 log = logging.getLogger("outrider.serve")
 
 
@@ -78,7 +78,7 @@ class Question:
         if seed is None or (type(seed) is int and seed == -1):  # a random one
             given["seed"] = secrets.randbits(62)
         if given.get("request_id") is None:
-            given["request_id"] = uuid4().hex
+            given["request_id"] = id_of({name.lower(): value for name, value in kept}.get("x-request-id", ""))
         prompt, n = given.get("prompt"), given.get("best_of") or given.get("n")
         prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         samples = prompts * (min(n, MOST_SAMPLES) if isinstance(n, int) else 1)
@@ -213,7 +213,7 @@ class Relay:
         except Exception as error:
             if not sent:
                 raise
-            for text in Replay(sent).failure(api_error(error).body()["error"]):
+            for text in Replay(sent).failure(api_error(error)):
                 yield text
 
 

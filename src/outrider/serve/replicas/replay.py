@@ -14,9 +14,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from outrider.serve.errors import ApiError
 from outrider.serve.wire import DONE, event
 
 TEXTS = ("text", "content", "reasoning", "reasoning_content")  # fields of a choice that grow
+# type of the deltas of a message's block -> the field that grows
+BLOCK_TEXTS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
 class Part(NamedTuple):
@@ -71,13 +74,16 @@ class Replay:
             first, _ = _time_of(self.sent[0])
             place[field] = first[field]
         if "sequence_number" not in value:
-            return event(value)
+            return event(value, value.get("type"))
         value["sequence_number"] = self._number
         self._number += 1
         return event(value, value["type"])
 
-    def failure(self, error: dict[str, Any]) -> list[str]:
-        """The last events of a stream that ends with an error.  error: in OpenAI's shape."""
+    def failure(self, refusal: ApiError) -> list[str]:
+        """The last events of a stream that ends with an error."""
+        if self.sent and self.sent[0].get("type") == "message_start":
+            return [event(refusal.message_body(), "error")]
+        error = refusal.body()["error"]
         if not (self.sent and "sequence_number" in self.sent[0]):
             return [event({"error": error}), DONE]
         last = {**error, "type": "error", "sequence_number": self._number}
@@ -95,9 +101,14 @@ def parsed(text: str) -> dict[str, Any]:
 
 def _parts(value: dict[str, Any]) -> Iterator[Part]:
     kind = value.get("type")
-    if kind is not None:  # of a response
-        whole = not kind.endswith(".delta")
-        yield Part((kind, value.get("output_index")), value, "type" if whole else "delta", whole)
+    if kind == "content_block_delta":
+        delta = value["delta"]
+        field = BLOCK_TEXTS.get(delta["type"])
+        yield Part((kind, value["index"], delta["type"]), delta, field or "type", field is None)
+        return
+    if kind is not None:  # of a response or a message
+        whole, place = not kind.endswith(".delta"), value.get("output_index", value.get("index"))
+        yield Part((kind, place), value, "type" if whole else "delta", whole)
         if not whole and "logprobs" in value:
             yield Part((kind, "logprobs", value["output_index"]), value, "logprobs")
         return

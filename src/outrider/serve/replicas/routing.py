@@ -30,6 +30,9 @@ BEFORE = (
     "reasoning_effort",
     "documents",
     "instructions",
+    "system",
+    "thinking",
+    "output_config",
     "chat_template",
     "chat_template_kwargs",
 )

@@ -53,8 +53,6 @@ typedef struct {
 
 enum { SILU, GELU, CLAMPED };
 
-INLINE vfloat silu(vfloat g) { return g / (1.0f + vexp(-g)); }
-
 /* g / 2 * (1 + tanh(u)) is g * sigmoid(2 u), where u = sqrt(2 / pi) * (g + 0.044715 g^3). */
 INLINE vfloat gelu(vfloat g) { return g / (1.0f + vexp(g * (-1.5957691216f - 0.0713548162726f * g * g))); }
 
@@ -72,7 +70,7 @@ INLINE vfloat gate(const int kind, const Gated *s, vfloat g, vfloat u) {
 }
 
 /* Lane by lane, the last lanes of a row through zero-padded vectors: no operation depends on its lane. */
-INLINE void gate_rows(const int kind, const Gated *s, int64_t first, int64_t end) {
+INLINE void gated_rows(const int kind, const Gated *s, int64_t first, int64_t end) {
     const int64_t width = s->width;
     for (int64_t r = first; r < end; r++) {
         const float *gates = s->x + r * 2 * width, *ups = gates + width;
@@ -88,10 +86,10 @@ INLINE void gate_rows(const int kind, const Gated *s, int64_t first, int64_t end
     }
 }
 
-static void silu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(SILU, loop, first, end); }
-static void gelu_rows(const void *loop, int64_t first, int64_t end) { gate_rows(GELU, loop, first, end); }
+static void silu_rows(const void *loop, int64_t first, int64_t end) { gated_rows(SILU, loop, first, end); }
+static void gelu_rows(const void *loop, int64_t first, int64_t end) { gated_rows(GELU, loop, first, end); }
 static void clamped_rows(const void *loop, int64_t first, int64_t end) {
-    gate_rows(CLAMPED, loop, first, end);
+    gated_rows(CLAMPED, loop, first, end);
 }
 
 void silu_mul(const float *x, int64_t rows, int64_t width, float *y) {

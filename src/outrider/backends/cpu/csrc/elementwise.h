@@ -1,6 +1,9 @@
 #pragma once
 #include "simd.h"
 
+INLINE vfloat sigmoid(vfloat x) { return 1.0f / (1.0f + vexp(-x)); }
+INLINE vfloat silu(vfloat x) { return x / (1.0f + vexp(-x)); }
+
 /* RMS norm of one row.  The squares are summed in LANES partial sums, then across the lanes, then the rest
  * that fills no vector. */
 INLINE void rms_norm_row(const float *x, const float *weight, int64_t width, float eps, float *y) {

@@ -127,3 +127,32 @@ void runs_find(TextIndex *own, const int32_t *tokens, int64_t count, int64_t num
     }
     release(context);
 }
+
+/* Of the places that `find` returns for the longest n-grams. */
+static int64_t longest_match(const TextIndex *t, const Search *search) {
+    uint32_t hashes[SIZES];
+    hashes_of(search->end, search->n, t->shift, hashes);
+    int64_t longest = 0, left = MAX_PLACES[0], at = *head_of(t, 0, hashes[0]);
+    for (int64_t visited = 0; visited < 2 * MAX_PLACES[0] && left && at > t->oldest; visited++) {
+        const int64_t agree = agreeing_tokens(t, at, search);
+        if (agree >= LONGEST) {
+            left--;
+            longest = agree > longest ? agree : longest;
+        }
+        at = t->previous[(at - 1) * SIZES];
+    }
+    return longest;
+}
+
+int64_t runs_longest(TextIndex *own, const int32_t *tokens, int64_t count, TextIndex *const *texts,
+                     int64_t num_texts) {
+    runs_extend(own, tokens, count);
+    const int64_t n = own->length < own->max_match ? own->length : own->max_match;
+    const Search search = {own->tokens + own->length, n, 0, own->max_match, 0, 0};
+    int64_t longest = 0;
+    for (int64_t i = 0; i < num_texts && n >= LONGEST; i++) {
+        const int64_t match = longest_match(texts[i], &search);
+        if (match > longest) longest = match;
+    }
+    return longest;
+}

@@ -23,3 +23,8 @@ void runs_extend(TextIndex *index, const int32_t *tokens, int64_t count);
  * agreeing tokens, and the tokens that followed. */
 void runs_find(TextIndex *own, const int32_t *tokens, int64_t count, int64_t num_pending,
                TextIndex *const *texts, int64_t num_texts, int32_t *out);
+
+/* Appends tokens [count] to `own`.  Returns the length of the longest match of the end of that text in texts
+ * [num_texts], of 8 to `max_match` tokens; 0 if there is none. */
+int64_t runs_longest(TextIndex *own, const int32_t *tokens, int64_t count, TextIndex *const *texts,
+                     int64_t num_texts);

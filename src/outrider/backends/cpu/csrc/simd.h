@@ -90,6 +90,17 @@ INLINE vfloat load_part(const float *from, int64_t count) {
     return v;
 }
 
+/* The same, and its reverse, for any positive count: all lanes from LANES on. */
+INLINE vfloat load_at(const float *from, int64_t count) {
+    return count < LANES ? load_part(from, count) : load(from);
+}
+INLINE void store_at(float *to, vfloat v, int64_t count) {
+    if (count < LANES)
+        memcpy(to, &v, (size_t)count * 4);
+    else
+        store(to, v);
+}
+
 /* Lane by lane: a where the mask is set, otherwise b. */
 INLINE vfloat select_lanes(vint mask, vfloat a, vfloat b) {
     return (vfloat)(((vint)a & mask) | ((vint)b & ~mask));

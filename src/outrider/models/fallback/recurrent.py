@@ -1,0 +1,146 @@
+"""Recurrences of transformers' modelling code on our states and kernels.
+
+    modelling code -> its functions for convolutions and recurrences (recurrences.py) -> RecurrentCall.run ->
+    kernels over the path of each row, from the states of its request
+
+Rows of the step come after the nodes that it replays, of which only the states count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.backends.recurrence import Path, Recurrence
+from outrider.cache.states import StatePool, StateShape
+from outrider.core.recurrent import RecurrentRows
+from outrider.core.step_input import StepInput
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RecurrentPath:
+    """The rows of a recurrent forward: `replayed` nodes, then the rows of the step.
+
+    replayed: numbers of their inputs among the kept ones
+    drafted:  rows of the step whose inputs are kept
+    """
+
+    path: Path
+    replayed: Sequence[int]
+    drafted: Sequence[int]
+
+
+def path_of(step_input: StepInput) -> RecurrentPath:
+    """The recurrent path of a built step."""
+    rows = step_input.recurrent or _without_replays(step_input)
+    parents, slots, saved, replayed = list[int](), list[int](), set[int](), list[int]()
+    last = dict[int, int]()  # slot -> the row of its last replayed node
+    for slot, kept in rows.replays:
+        for number in kept:
+            parents.append(last.get(slot, -1))
+            last[slot] = len(slots)
+            slots.append(slot)
+            replayed.append(number)
+    fresh, drafted, offset = set[int](), list[int](), len(slots)
+    for request, (slot, known) in enumerate(zip(rows.slots, rows.last_known)):
+        first, end = step_input.query_start[request : request + 2]
+        if step_input.positions[first] == 0:
+            fresh.add(slot)
+        before = last.pop(slot, -1)
+        parents += [before, *range(offset + first, offset + known)]
+        parents += [offset + parent for parent in _parents(step_input, known, end)]
+        slots += [slot] * (end - first)
+        drafted += range(known + 1, end)
+        saved.add(offset + known)
+    saved.update(last.values())  # of requests that this step leaves out
+    save = [int(row in saved) for row in range(len(slots))]
+    return RecurrentPath(Path(parents, slots, save, fresh), replayed, drafted)
+
+
+def _without_replays(step_input: StepInput) -> RecurrentRows:
+    """The requests of a step in the slots 0, 1, …, whose rows without a path are known tokens."""
+    rows = RecurrentRows()
+    for request in range(len(step_input.slot_tables)):
+        first, end = step_input.query_start[request : request + 2]
+        known = sum(not length for length in step_input.path_lens[first:end])
+        rows.add(request, first + known - 1)
+    return rows
+
+
+def _parents(step_input: StepInput, known: int, end: int) -> list[int]:
+    """Parents of the rows after `known`, the last known token: nodes of a chain or a tree."""
+    if not any(step_input.path_lens[known + 1 : end]):
+        return [*range(known, end - 1)]
+    row_of = {step_input.slot_mapping[row]: row for row in range(known + 1, end)}
+    parents = list[int]()
+    for row in range(known + 1, end):
+        path = step_input.node_path(row)
+        parents.append(row_of[path[-2]] if len(path) > 1 else known)
+    return parents
+
+
+@dataclass
+class Recurrences:
+    """The recurrences of a model, in the order in which its forward calls them.
+
+    shapes:    of their states, recorded by a dry run
+    constants: what each derives from its weights
+    """
+
+    shapes: list[StateShape] = field(default_factory=list)
+    constants: dict[int, object] = field(default_factory=dict)
+
+
+class RecurrentCall:
+    """The recurrences of one forward.  Without a pool it is a dry run, which records the shapes of states."""
+
+    def __init__(
+        self, kernels: Recurrence, step_input: StepInput, model: Recurrences, pool: StatePool | None
+    ) -> None:
+        self.kernels, self.step_input, self.model, self.pool = kernels, step_input, model, pool
+        self.index = 0
+
+    def constant(self, make: Callable[[], T]) -> T:
+        """What `make` derives from the weights of the next recurrence, made once."""
+        if self.index not in self.model.constants:
+            self.model.constants[self.index] = make()
+        made: T = self.model.constants[self.index]  # type: ignore[assignment]
+        return made
+
+    def run(
+        self, function: Callable[..., Tensor], inputs: Sequence[Tensor], shape: tuple[int, ...]
+    ) -> Tensor:
+        """Outputs [N, …] of the next recurrence for the rows of the step.
+
+        function: of the inputs of all rows [n, …], the path and the states
+        inputs:   of the rows of the step, [N, …] each
+        shape:    of one state
+        """
+        rows, index = self.step_input.derived(RecurrentPath, path_of), self.index
+        self.index += 1
+        if self.pool is None:
+            size = sum(x[0].numel() * x.element_size() for x in inputs)
+            self.model.shapes.append(StateShape(shape, size))
+            states = torch.zeros(rows.path.num_slots, *shape, device=inputs[0].device)
+            return function(*inputs, rows.path, states)
+        self.pool.grow(rows.path.num_slots)
+        replayed = _select(self.pool.kept[index], rows.replayed)
+        self.pool.kept[index] = _select(inputs, rows.drafted)
+        if rows.replayed:
+            inputs = [torch.cat(pair) for pair in zip(replayed, inputs)]
+        out = function(*inputs, rows.path, self.pool.states[index])
+        return out[len(rows.replayed) :]
+
+
+def _select(tensors: Sequence[Tensor], rows: Sequence[int]) -> Sequence[Tensor]:
+    """Copies of some rows."""
+    if not rows:
+        return ()
+    index = torch.tensor(rows, device=tensors[0].device)
+    return [tensor.index_select(0, index) for tensor in tensors]

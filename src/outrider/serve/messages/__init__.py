@@ -1,0 +1,3 @@
+"""Anthropic's Messages API, as a translation of /v1/chat/completions."""
+
+from __future__ import annotations

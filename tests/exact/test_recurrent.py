@@ -1,0 +1,262 @@
+"""Hybrid models: text with draft trees, replays, preemption and chunks is that of plain decoding."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import answer
+from hybrids import write
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outrider import LLM, SamplingParams
+from outrider.core.step import Batch
+from outrider.draft import names
+from outrider.engine import memory
+from outrider.engine.runner import Runner
+from outrider.errors import CapacityError, ConfigError
+from outrider.models.fallback import recurrent
+from outrider.testing import (
+    EngineDriver,
+    KnownTexts,
+    Scripts,
+    check_idle,
+    run_staggered,
+    use_example,
+    visible_parts,
+)
+
+CASES = ("qwen3.5", "granite-hybrid-rope", "lfm2")
+POSITIONS, CHUNK, NEW = 96, 20, 20
+LENGTHS = (1, 6, 23, 40, 23)
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    rng = random.Random(len(lengths))
+    return [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
+
+
+def sampling(temperature: float, count: int = len(LENGTHS)) -> list[SamplingParams]:
+    """Every other prompt has two samples, if they differ."""
+    return [
+        SamplingParams(
+            temperature=temperature,
+            seed=i,
+            max_tokens=NEW,
+            ignore_eos=True,
+            n=2 if i % 2 and temperature else 1,
+        )
+        for i in range(count)
+    ]
+
+
+class Case:
+    """A roomy engine, plain texts, and one with memory for little more than one request."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, str(folder)
+        write(name, folder)
+        self.llm = LLM(self.folder, max_num_seqs=3, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK)
+        assert self.llm.engine.exact
+        self.truth, self.plain = KnownTexts(), dict[Any, Any]()
+        self.scripts = Scripts(self.truth)
+
+    def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+        """Texts of plain decoding, each prompt alone and in one chunk."""
+        self.llm.use(None)
+        found = []
+        for prompt, p in zip(prompts, params):
+            key = (*prompt, p.temperature, p.seed, p.n)
+            if key not in self.plain:
+                outputs = answer(self.llm, prompt, p).outputs
+                self.truth.learn(prompt, p.seed or 0, outputs)
+                self.plain[key] = visible_parts(outputs)
+            found.append(self.plain[key])
+        return found
+
+    def script(self, kind: str, nodes: int = 24, depth: int = 6) -> dict[str, Any]:
+        script = getattr(self.scripts, kind)
+        return {"method": "scripted", "script": script, "nodes": nodes, "num_speculative_tokens": depth}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    yield Case(request.param, tmp_path_factory.mktemp("hybrid"))
+
+
+def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    found = [visible_parts(output.outputs) for output in run_staggered(llm, prompts, params)]
+    check_idle(llm)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_trees_and_chains_change_no_text(case: Case, temperature: float) -> None:
+    """Ragged batches of three, prompts in chunks, chains that are right or wrong, trees around the truth."""
+    params = sampling(temperature)
+    expected = case.expected(prompts(), params)
+    for kind in ("right", "wrong", "hidden", "wide", "messy"):
+        case.llm.use(case.script(kind))
+        assert texts(case.llm, prompts(), params) == expected, kind
+
+
+def test_preempted_rows_begin_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages for one long row and a little more: rows lose their states, and compute them again."""
+    params = sampling(0.8)
+    expected = case.expected(prompts(), params)
+    monkeypatch.setattr(memory, "plan_pages", lambda *given: 5)
+    case.llm.use(case.script("hidden"))
+    assert texts(case.llm, prompts(), params) == expected
+    assert case.llm.engine.scheduler.preemptions
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    kind=st.sampled_from(["right", "hidden", "wide", "deep", "messy", "wrong"]),
+    nodes=st.integers(1, 30),
+    depth=st.integers(1, 8),
+    temperature=st.sampled_from([0.0, 0.9]),
+    aborts=st.dictionaries(st.integers(0, 5), st.integers(0, 12), max_size=2),
+)
+def test_any_batch(
+    case: Case,
+    lengths: list[int],
+    kind: str,
+    nodes: int,
+    depth: int,
+    temperature: float,
+    aborts: dict[int, int],
+) -> None:
+    """Rows of any lengths, some aborted in between, with any drafts."""
+    given, params = prompts(tuple(lengths)), sampling(temperature, len(lengths))
+    expected = case.expected(given, params)
+    case.llm.use(case.script(kind, nodes, depth))
+    outputs = run_staggered(case.llm, given, params, aborts)
+    for i, output in enumerate(outputs):
+        if i not in aborts:
+            assert visible_parts(output.outputs) == expected[i]
+    check_idle(case.llm)
+
+
+@pytest.mark.parametrize("method", ["auto", "ngram", "suffix", "recycle", "eagle3", "medusa"])
+def test_methods_change_no_text(case: Case, method: str) -> None:
+    params = sampling(0.8)
+    expected = case.expected(prompts(), params)
+    if method == "auto":
+        case.llm.use({"method": "auto"})
+    else:
+        assert method in names()
+        use_example(case.llm, method)
+    for _ in range(2):  # the second time with what the first has taught
+        assert texts(case.llm, prompts(), params) == expected
+
+
+def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every seventh forward is interrupted: all rows lose their states."""
+    given, params = prompts((6, 9, 12)), [replace(p, max_tokens=8) for p in sampling(0.8, 3)]
+    case.expected(given, params)
+    expected = [visible_parts(answer(case.llm, prompt, p).outputs) for prompt, p in zip(given, params)]
+    case.llm.use(case.script("hidden"))
+    engine, calls = case.llm.engine, itertools.count(1)
+    forward = engine.decoder.forward
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        result = forward(*args, **named)
+        if next(calls) % 7 == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(engine.decoder, "forward", interrupted)
+    driver = EngineDriver(case.llm)
+    requests = [driver.make_request(prompt, p) for prompt, p in zip(given, params)]
+    tickets = [case.llm.loop.submit(request.rows) for request in requests]
+    interrupts = 0
+    while not all(ticket.finished for ticket in tickets):
+        try:
+            case.llm.loop.run_until(lambda: all(ticket.finished for ticket in tickets))
+        except KeyboardInterrupt:
+            interrupts += 1
+            engine.check()
+    assert interrupts
+    assert [visible_parts(request.output().outputs) for request in requests] == expected
+    check_idle(case.llm)
+
+
+# ---- the tests above can fail
+
+
+def one_replay_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = Runner.settle
+
+    def spoilt(self: Runner, batch: Batch) -> None:
+        settle(self, batch)
+        self.accepted = [each._replace(kept=each.kept[:-1]) for each in self.accepted]
+
+    monkeypatch.setattr(Runner, "settle", spoilt)
+
+
+def replays_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = Runner.settle
+
+    def spoilt(self: Runner, batch: Batch) -> None:
+        settle(self, batch)
+        self.accepted = [each._replace(kept=[*range(len(each.kept))]) for each in self.accepted]
+
+    monkeypatch.setattr(Runner, "settle", spoilt)
+
+
+def chains_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent, "_parents", lambda step_input, known, end: [*range(known, end - 1)])
+
+
+def stale_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeverFresh(recurrent.Path):
+        def __init__(self, parent: Any, slot: Any, save: Any, fresh: Any = ()) -> None:
+            super().__init__(parent, slot, save, ())
+
+    monkeypatch.setattr(recurrent, "Path", NeverFresh)
+
+
+@pytest.mark.parametrize("spoil", [one_replay_too_few, replays_of_siblings, chains_for_trees, stale_states])
+def test_a_broken_engine_is_noticed(
+    case: Case, spoil: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = sampling(0.8)
+    expected = case.expected(prompts(), params)
+    case.llm.use(case.script("hidden"))
+    assert texts(case.llm, prompts(), params) == expected
+    spoil(monkeypatch)
+    assert texts(case.llm, prompts(), params) != expected
+
+
+# ---- what is refused
+
+
+def test_a_hybrid_is_no_draft_model(case: Case) -> None:
+    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
+        case.llm.use({"method": "draft_model", "model": case.folder})
+    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
+        case.llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 16})
+
+
+def test_skipping_layers_is_refused(case: Case) -> None:
+    with pytest.raises(ConfigError, match="layers can be skipped in"):
+        use_example(case.llm, "layerskip")
+
+
+def test_states_are_a_part_of_the_memory(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    decoder = case.llm.engine.decoder
+    row, slot = decoder.state_bytes(0).total(), decoder.footprint.total()
+    full = POSITIONS * slot
+    with pytest.raises(CapacityError, match=r"beside [\d,]+ bytes of recurrent states"):
+        LLM(case.folder, max_model_len=POSITIONS, kv_cache_memory_bytes=full + row - 1)
+    few = LLM(case.folder, max_model_len=POSITIONS, kv_cache_memory_bytes=2 * full + 2 * row)
+    assert 1 <= few.engine.cache.states <= 16
+    assert few.engine.scheduler.limits.max_num_seqs == few.engine.cache.states

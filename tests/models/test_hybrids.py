@@ -1,0 +1,122 @@
+"""Hybrid models in the code of transformers: the same logits, texts and states between the layers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fallback_cases import chain, fallback, needs_c, prompts
+from hybrids import HYBRIDS, write
+from toys import read
+
+from outrider.cache.pages import Cache
+from outrider.core.recurrent import RecurrentRows, Replay
+from outrider.core.step_input import StepInput
+from outrider.models.fallback.model import Fallback
+from outrider.models.fallback.recurrent import path_of
+from outrider.models.selftest import bit_exact
+
+TABLE = array("i", range(256))
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A transformers model and ours."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    yield write(request.param, folder), fallback(folder, torch.float32)
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(pair: tuple[Any, Fallback]) -> None:
+    """In chunks, then token by token, with the texts of two requests in turns."""
+    theirs, ours = pair
+    pool, text = ours.pool(256), prompts()[-1]
+    expected = theirs(torch.tensor([text]), use_cache=False).logits[0].float()
+    parts = [chain(ours, pool, 0, text[:13]), chain(ours, pool, 13, text[13:22])]
+    parts += [chain(ours, pool, at, text[at : at + 1]) for at in range(22, len(text))]
+    error = (torch.cat(parts) - expected).abs().max()
+    assert error < 2e-3 * expected.std()
+
+
+@needs_c
+def test_a_row_is_the_same_in_a_chunk_and_in_a_tree(pair: tuple[Any, Fallback]) -> None:
+    assert pair[1].exact and bit_exact(pair[1])
+
+
+@needs_c
+@torch.inference_mode()
+def test_accepted_nodes_are_replayed(pair: tuple[Any, Fallback]) -> None:
+    """A tree of six nodes, whose path 1, 3, 5 is accepted: then the logits of the text follow."""
+    ours, text = pair[1], prompts()[-1]
+    plain, pool = ours.pool(256), ours.pool(256)
+    chain(ours, plain, 0, text[:10])
+    expected = torch.cat([chain(ours, plain, at, text[at : at + 1]) for at in range(10, 16)])
+    chain(ours, pool, 0, text[:10])
+    tokens, parents = [7, text[11], 8, text[12], 9, text[13]], [-1, -1, 1, 1, 0, 3]
+    step_input, paths = StepInput(), list[list[int]]()
+    step_input.chain(TABLE, 10, text[10:11])
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), 11 + node])
+    step_input.nodes(TABLE, 11, paths, tokens)
+    step_input.recurrent = RecurrentRows([0], [0])
+    hidden = ours.forward(step_input.build(), pool)
+    assert torch.equal(ours.logits(hidden, [0, 2, 4, 6]), expected[:4])
+    pool.move([TABLE[11 + node] for node in (1, 3, 5)], TABLE[11:14].tolist())
+    following = StepInput()
+    following.chain(TABLE, 14, text[14:16])
+    following.recurrent = RecurrentRows([0], [1], [Replay(0, (1, 3, 5))])
+    hidden = ours.forward(following.build(), pool)
+    assert torch.equal(ours.logits(hidden, [0, 1]), expected[4:])
+
+
+@torch.inference_mode()
+def test_states_between_the_layers_are_those_of_transformers(pair: tuple[Any, Fallback]) -> None:
+    theirs, ours = pair
+    tokens, layers = prompts()[-1], ours.spec.layers
+    expected = theirs(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states
+    states = read(ours, tokens, range(layers + 1)).states
+    for layer in range(layers):
+        assert torch.allclose(states[layer], expected[layer][0].float(), rtol=1e-3, atol=5e-3)
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    """Its rows are the same in a chunk and in a tree, too."""
+    write("granite-hybrid-rope", tmp_path, torch.bfloat16)
+    assert bit_exact(fallback(tmp_path, torch.bfloat16)) or not fallback(tmp_path, torch.bfloat16).exact
+
+
+# ---- paths and slots
+
+
+def test_rows_follow_their_parents_and_replays() -> None:
+    """Request a replays two nodes and drafts a tree, b a chain; c has a replay, and no row in the step."""
+    a, b = array("i", range(64)), array("i", range(64, 128))
+    step_input = StepInput()
+    step_input.chain(a, 9, [1, 2])  # rows 0, 1
+    step_input.nodes(a, 11, [[11], [12], [11, 13]], [3, 4, 5])  # rows 2, 3, 4
+    step_input.chain(b, 0, [6, 7, 8])  # rows 5, 6, 7
+    step_input.recurrent = RecurrentRows([4, 2], [1, 5], [Replay(4, (6, 8)), Replay(0, (1,))])
+    found = path_of(step_input.build())
+    assert found.replayed == [6, 8, 1] and found.drafted == [2, 3, 4, 6, 7]
+    assert found.path.parent.tolist() == [-1, 0, -1, 1, 3, 4, 4, 5, -1, 8, 9]
+    assert found.path.slot.tolist() == [4, 4, 0, 4, 4, 4, 4, 4, 2, 2, 2]
+    assert [row for row, saved in enumerate(found.path.save) if saved] == [2, 4, 8]
+    assert found.path.fresh == {2}
+
+
+def test_a_table_has_a_state_slot_until_it_is_closed() -> None:
+    cache = Cache(8, 64, states=2)
+    first, second = cache.open(), cache.open()
+    assert sorted((first.state, second.state)) == [0, 1] and not cache.prefix_caching
+    cache.check()
+    freed = first.state
+    cache.close(first)
+    assert first.state == -1 and cache.open().state == freed
+    cache.check()
+    cache.clear()
+    cache.check()
+    assert second.state == -1 and cache.free_states == [1, 0]
