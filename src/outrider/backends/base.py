@@ -195,7 +195,7 @@ class TopNext(Protocol):
 
 
 class FusedModel(Protocol):
-    """A whole model in one call.  It evicts the processor's caches: operations in calls after it are slower."""
+    """A whole model in one call.  It evicts the processor's caches: operations after it are slower."""
 
     def pack_ends(self, embedding: Any, norm: Tensor, head: Any, scale: float = 1.0, cap: float = 0.0) -> Any:
         """Pack the ends of a model.  scale: factor of embeddings.  cap: soft cap of logits, or 0."""

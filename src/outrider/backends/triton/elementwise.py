@@ -1,4 +1,4 @@
-"""Norms, activations, caps, and rotary embedding with the store of K and V.  One row, or a part, a program."""
+"""Norms, activations, caps, rotary embedding with the store of K and V.  A program has a row or a part."""
 
 from __future__ import annotations
 
