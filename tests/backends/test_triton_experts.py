@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from outrider.backends.triton import experts as kernels
 from outrider.backends.triton.backend import TritonBackend
+from outrider.backends.triton.elementwise import clamped_mul
 from outrider.backends.triton.linear import FEW, MANY
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of masked lanes
@@ -123,6 +125,18 @@ def test_a_row_has_the_same_bits_among_any_others(bits: int, dtype: torch.dtype)
         part = slice(first, first + rows)
         assert torch.equal(mixture(x[part], u[part]), together[part]), (first, rows)
     assert not torch.equal(together, x)
+
+
+@each_dtype
+def test_what_enters_down_is_clamped(dtype: torch.dtype) -> None:
+    """As gpt-oss has it."""
+    x = (torch.randn(3, 2 * 33) * 3).to(DEVICE, dtype)
+    gate, up = x.double().cpu().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=1.5), up.clamp(-1.5, 1.5)
+    near(clamped_mul(x, 1.702, 1.5), gate * torch.sigmoid(1.702 * gate) * (up + 1), dtype)
+    mixture, (x, u) = Mixture(torch.float32), rows_of(2, torch.float32)
+    before, mixture.packed = mixture(x, u), replace(mixture.packed, gate_slope=1.702, gate_limit=1.5)
+    assert not torch.equal(mixture(x, u), before)
 
 
 def test_experts_of_equal_logits_are_chosen_by_number() -> None:

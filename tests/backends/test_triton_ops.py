@@ -78,6 +78,21 @@ def test_weights_of_4_bits_may_be_an_odd_number_and_have_offsets() -> None:
         assert torch.equal(row.cpu(), few.dense()[5:6])
 
 
+def test_levels_beyond_4_bits_are_kept_in_8() -> None:
+    """As those of MXFP4 and of IQ4_NL are."""
+    levels = (-127, -12, -1, 0, 2, 8, 113)
+    values = torch.tensor(levels, dtype=torch.int8)[torch.arange(5 * 64) % 7].view(5, 64)
+    few = QuantizedWeight(values, torch.rand(5, 2) + 0.5, None, 4, 32, levels)
+    backend, x = TritonBackend(DEVICE, torch.float32), torch.randn(3, 64)
+    packed = backend.pack(few)
+    exact = x.double() @ few.dense().double().T
+    torch.testing.assert_close(
+        backend.linear(x.to(DEVICE), packed).cpu().double(), exact, rtol=1e-5, atol=1e-3
+    )
+    ids = torch.tensor([4, 0])
+    assert torch.equal(packed.embed(ids.to(DEVICE), torch.float32).cpu(), few.dense()[ids])
+
+
 @each_dtype
 @pytest.mark.parametrize("bits", [4, 16])
 def test_a_row_of_a_linear_is_the_same_in_any_number_of_rows(bits: int, dtype: torch.dtype) -> None:

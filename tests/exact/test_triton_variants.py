@@ -30,6 +30,10 @@ pytestmark = [
 SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 KINDS = ["sliding_attention", "full_attention"]
 GEMMA = {**SMALL, "head_dim": 16, "intermediate_size": 32, "sliding_window": 5, "query_pre_attn_scalar": 24}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 64,
+}  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {**GEMMA, "layer_types": KINDS}),
@@ -37,6 +41,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": (
         "Qwen3Moe",
         {**SMALL, **EXPERTS, "head_dim": 16, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **SMALL,
+            **EXPERTS,
+            "head_dim": 16,
+            "intermediate_size": 16,
+            "sliding_window": 5,
+            "rope_parameters": YARN,
+            "swiglu_limit": 1.5,
+        },
     ),
 }
 PROMPTS = random_prompts(2, seed=3, longest=7)

@@ -1,9 +1,8 @@
 """Interface of a backend: the operations under the decoder, the attention and the sampler, for one device.
 
 `backends/cpu` calls compiled C kernels, `backends/triton` has those of CUDA devices.  `backends/torch` is
-the reference.  It serves every other device, machines without a compiler, and the tests.  Optional parts are
-declared: `Backend.fused`, `verifier`, `distributions`, `pick_next` and `top_next` are None if a backend has
-none.
+the reference.  It serves every other device, machines without a compiler, and the tests.  Optional parts,
+`fused` to `top_next` of `Backend`, are None if a backend has none.
 
 Shapes: N rows of a step, h hidden, I inner, H query heads, k K/V heads, D head dimensions, V vocabulary,
 M rows with logits.
@@ -147,10 +146,7 @@ class TopNext(Protocol):
 
 
 class FusedModel(Protocol):
-    """A whole model in one call.
-
-    A forward evicts the processor's caches.  Operations in a separate call after it are therefore slower.
-    """
+    """A whole model in one call.  It evicts the processor's caches: operations after it are slower."""
 
     def pack_ends(self, embedding: Any, norm: Tensor, head: Any, scale: float = 1.0, cap: float = 0.0) -> Any:
         """Pack the ends of a model.  scale: factor of embeddings.  cap: soft cap of logits, or 0."""

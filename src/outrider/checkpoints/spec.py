@@ -46,7 +46,6 @@ LIKE_LLAMA = (
     "Qwen3ForCausalLM",
     "MiMoForCausalLM",
 )
-ONLY_ON_CPU = ("GptOssForCausalLM",)  # see Spec.only_on_cpu
 # whose queries and keys of every head are normalized
 QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
@@ -64,11 +63,6 @@ WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
 EXPERT_COUNT = whole(1, MAX_EXPERTS)
-
-
-def families_on(device: str) -> str:
-    """Names of the architectures that the lean decoder runs on a kind of device, for messages."""
-    return ", ".join(name for name in FAMILIES if device == "cpu" or name not in ONLY_ON_CPU)
 
 
 @dataclass(frozen=True)
@@ -210,11 +204,6 @@ class Spec(Facts):
     def like_llama(self) -> bool:
         """Whether its blocks and ends are Llama's: without experts, and without a `DecoderVariant`."""
         return self.experts is None and self.variant == DecoderVariant()
-
-    @property
-    def only_on_cpu(self) -> bool:
-        """Whether GPUs have no kernels for something in it."""
-        return self.architecture in ONLY_ON_CPU
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:

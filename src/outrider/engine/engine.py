@@ -12,7 +12,7 @@ from typing import Any
 from outrider.backends.select import adopt_threads
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import families_on
+from outrider.checkpoints.spec import FAMILIES
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.fixed import FixedController
@@ -142,7 +142,7 @@ class Engine:
 
     def _adapters(self) -> Adapters:
         if not self.decoder.adapts:
-            supported, name = families_on(self.decoder.device.type), self.checkpoint.spec.architecture
+            supported, name = ", ".join(FAMILIES), self.checkpoint.spec.architecture
             raise ConfigError(f"enable_lora is for {supported}, not for {name}: leave it out.")
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 

@@ -118,7 +118,7 @@ def card_of(options: EngineOptions) -> Card:
         return Card(**about, runs_on="nothing", refused=refused, chat_template=templated)
     spec, gguf = checkpoint.spec, checkpoint.gguf
     about |= {"architecture": spec.architecture, "kv_heads": spec.kv_heads, "context": spec.context}
-    fallback = needs_fallback(checkpoint, device=pick_device(options.device))
+    fallback = needs_fallback(checkpoint)
     runs_on = "transformers' own code" if fallback else "lean decoder"
     in_gguf = gguf and gguf.metadata.get("tokenizer.chat_template")
     templated = bool(in_gguf) if gguf else _has_template(checkpoint.tokenizer_folder)
@@ -147,7 +147,7 @@ def _opened(options: EngineOptions) -> tuple[Checkpoint | None, Any, str | None]
     """The checkpoint, or its config and the reason why it is not supported."""
     try:
         checkpoint = Checkpoint.open(options.model, options.revision, options.trust_remote_code)
-        needs_fallback(checkpoint, options.quantization, device=pick_device(options.device))
+        needs_fallback(checkpoint, options.quantization)
         return checkpoint, checkpoint.config, None
     except ModelError as error:
         folder = locate(options.model, options.revision)
@@ -166,7 +166,7 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, checkpoint.stored_dtype, device)
     spec, few = checkpoint.spec, bits_of(options.quantization)
-    fallback, widest = needs_fallback(checkpoint, device=device), _widest_bits(stored)
+    fallback, widest = needs_fallback(checkpoint), _widest_bits(stored)
     kinds = getattr(checkpoint.config, "layer_types", None) or ["full_attention"] * spec.layers
     attended = sum(kind not in WITHOUT_ATTENTION for kind in kinds)
     weight_bits = 0.0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import Spec, families_on
+from outrider.checkpoints.spec import FAMILIES, Spec
 from outrider.errors import ConfigError, ModelError
 from outrider.models.base import Model
 from outrider.models.decoder import Decoder
 from outrider.models.placement import Placement, Precision
-
-CPU = torch.device("cpu")
 
 
 def load(
@@ -27,49 +25,28 @@ def load(
     Raises ModelError for tensors that are missing or misshapen, and for unsupported checkpoints.
     """
     split = where is not None and set(where.layers) != {device}
-    if not needs_fallback(checkpoint, precision.quantization, split, device):
+    if not needs_fallback(checkpoint, precision.quantization, split):
         return Decoder(checkpoint, precision, device, max_len, where)
     from outrider.models.fallback.model import Fallback
 
     return Fallback(checkpoint, precision, device, max_len)
 
 
-def needs_fallback(
-    checkpoint: Checkpoint,
-    quantization: str | None = None,
-    split: bool = False,
-    device: torch.device = CPU,
-) -> bool:
-    """Whether a checkpoint needs transformers' modelling code, as some do outside the CPU.
+def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, split: bool = False) -> bool:
+    """Whether a checkpoint needs transformers' modelling code.
 
     Raises ConfigError or ModelError for options that only the lean decoder supports.
     """
     spec, name = checkpoint.spec, checkpoint.spec.architecture
-    if isinstance(spec, Spec) and (device.type == "cpu" or not spec.only_on_cpu):
+    if isinstance(spec, Spec):
         return False
-    supported = families_on(device.type)
+    supported = ", ".join(FAMILIES)
     if split:
         raise ConfigError(f"gpu_layers is for {supported}; {name} runs on one device: leave it out.")
-    if isinstance(spec, Spec):
-        _check_only_on_cpu(checkpoint, quantization)
-    elif quantization is not None:
+    if quantization is not None:
         raise ConfigError(
             f"quantization {quantization!r} is for {supported}; {name} runs in its own numbers: leave it out."
         )
-    elif checkpoint.gguf:
+    if checkpoint.gguf:
         raise ModelError(f"{name} cannot be run from a GGUF file; only {supported} can: load a folder.")
     return True
-
-
-def _check_only_on_cpu(checkpoint: Checkpoint, quantization: str | None) -> None:
-    """Refuse few bits, outside the CPU, for a model that the lean decoder runs on a CPU only."""
-    name = checkpoint.spec.architecture
-    if quantization is not None:
-        raise ConfigError(
-            f"quantization {quantization!r} of {name} is supported on a CPU only: give device='cpu', "
-            "or leave it out."
-        )
-    if checkpoint.gguf:
-        raise ModelError(
-            f"{name} can be run from a GGUF file on a CPU only: give device='cpu', or load a folder."
-        )

@@ -72,14 +72,23 @@ def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit
-def _act_mul(x, y, inner, GELU: tl.constexpr, WIDTH: tl.constexpr):
-    """SiLU is gate times the sigmoid of gate; GELU by tanh, times that of another polynomial of it."""
+def _act_mul(
+    x, y, inner, slope, limit, GELU: tl.constexpr, CLAMPED: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """SiLU is gate times the sigmoid of gate; GELU by tanh, times that of another polynomial of it.
+
+    CLAMPED: as `LayerExperts.gate_limit` says
+    """
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = i < inner
     gate = tl.load(x + row * 2 * inner + i, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * inner + inner + i, mask=mask, other=0.0).to(tl.float32)
     if GELU:
         through = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    elif CLAMPED:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+        through = gate * slope
     else:
         through = gate
     act = (gate / (1.0 + tl.exp(-through))).to(y.dtype.element_ty).to(tl.float32)
@@ -88,18 +97,25 @@ def _act_mul(x, y, inner, GELU: tl.constexpr, WIDTH: tl.constexpr):
 
 def silu_mul(x: Tensor) -> Tensor:
     """silu(gate) · up [n, I] of x [n, 2I]."""
-    return _activated(x, False)
+    return _activated(x)
 
 
 def gelu_mul(x: Tensor) -> Tensor:
     """gelu(gate) · up [n, I] of x [n, 2I], GELU by tanh."""
-    return _activated(x, True)
+    return _activated(x, gelu=True)
 
 
-def _activated(x: Tensor, gelu: bool) -> Tensor:
+def clamped_mul(x: Tensor, slope: float, limit: float) -> Tensor:
+    """What enters `down` [n, I] of an expert with a `gate_limit`, of x [n, 2I]."""
+    return _activated(x, slope=slope, limit=limit)
+
+
+def _activated(x: Tensor, gelu: bool = False, slope: float = 1.0, limit: float = 0.0) -> Tensor:
     x, inner = x.contiguous(), x.shape[1] // 2
     y = x.new_empty(x.shape[0], inner)
-    _act_mul[(x.shape[0], triton.cdiv(inner, WIDTH))](x, y, inner, GELU=gelu, WIDTH=WIDTH)
+    _act_mul[(x.shape[0], triton.cdiv(inner, WIDTH))](
+        x, y, inner, slope, limit, GELU=gelu, CLAMPED=limit != 0.0, WIDTH=WIDTH
+    )
     return y
 
 

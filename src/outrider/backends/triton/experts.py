@@ -6,7 +6,7 @@ one expert, whose weights it reads once:
     route   of a row: its experts by number, and their weights            pairs 0 .. n · chosen, row by row
     count   of an expert: its pairs
     sort    pairs by expert, and tiles of at most `Tile.rows` pairs       order, tiles
-    linear  gate_up, SiLU · up, down, of every tile with pairs
+    linear  gate_up, SiLU · up (`gate_limit`: clamped), down, of every tile with pairs
     add     of a row: the weighted outputs of its experts, by number
 
 All sizes follow from the number of rows, so the host reads nothing, and a graph can hold all launches.  There
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.layer import LayerExperts
-from outrider.backends.triton.elementwise import silu_mul
+from outrider.backends.triton.elementwise import clamped_mul, silu_mul
 from outrider.backends.triton.linear import (
     FEW,
     MANY,
@@ -213,7 +213,9 @@ def add_mixture(x: Tensor, u: Tensor, experts: LayerExperts) -> Tensor:
     gate_up = u.new_empty(n * chosen, experts.gate_up.outputs)
     _multiply(u, experts.gate_up, gate_up, by_expert, chosen, True)
     pairs = u.new_empty(n * chosen, hidden)
-    _multiply(silu_mul(gate_up), experts.down, pairs, by_expert, chosen, False)
+    limit = experts.gate_limit
+    inner = clamped_mul(gate_up, experts.gate_slope, limit) if limit else silu_mul(gate_up)
+    _multiply(inner, experts.down, pairs, by_expert, chosen, False)
     _add_pairs[(n, triton.cdiv(hidden, WIDTH))](x, pairs, weights, hidden, CHOSEN=chosen, WIDTH=WIDTH)
     return x
 

@@ -47,7 +47,8 @@ class TritonWeight:
             return TritonWeight(values, None, None, bias, inputs, outputs)
         moved = weight.mapped(lambda part: part.to(device).contiguous())
         outputs, inputs = moved.values.shape
-        values, packed = moved.values, weight.bits == 4 and inputs % 2 == 0
+        # levels may be larger than 4 bits hold
+        values, packed = moved.values, weight.bits == 4 and not weight.levels and inputs % 2 == 0
         if packed:
             values = values[:, ::2] & 15 | values[:, 1::2] << 4
         return TritonWeight(values, moved.scales, moved.offsets, bias, inputs, outputs, packed)

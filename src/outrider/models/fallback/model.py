@@ -28,7 +28,7 @@ from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool
 from outrider.cache.states import StatePool
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import families_on
+from outrider.checkpoints.spec import FAMILIES
 from outrider.core.device import take
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
@@ -146,7 +146,7 @@ class Fallback(Model):
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> None:
         raise ConfigError(
-            f"layers can be skipped in {families_on(self.device.type)} only: {self.spec.architecture} runs "
+            f"layers can be skipped in {', '.join(FAMILIES)} only: {self.spec.architecture} runs "
             "in transformers' own code, which computes all layers."
         )
 
