@@ -178,7 +178,7 @@ def test_a_resumed_text_is_computed_in_any_case_like_a_prompt() -> None:
     cost, rows = ForwardCost({1: 1.0, 64: 64.0}), [make_row([1] * 48, prompt=8) for _ in range(4)]
     resumed = Load.of(Batch([RowStep(rows[0], 8, 40), *[RowStep(row, 47, 1) for row in rows[1:]]]), cost)
     assert resumed.plain == pytest.approx(43.0) and resumed.token == pytest.approx(1.0)
-    assert resumed.rate == pytest.approx(1.0) and resumed.most < math.inf and not resumed.decodes_only
+    assert resumed.rate == pytest.approx(1.0) and resumed.max_added < math.inf and not resumed.decodes_only
 
 
 def test_the_cost_of_rows_between_those_seen_is_on_their_line() -> None:
