@@ -13,7 +13,7 @@ from outrider.requests import Reader
 from outrider.serve.answers import name_of
 from outrider.serve.chat import Chat, chat_of, conversation_of
 from outrider.serve.errors import api_error
-from outrider.serve.messages.blocks import ContentBlocks
+from outrider.serve.messages.blocks import ContentBlocks, content_of
 from outrider.serve.messages.protocol import CountBody, MessagesBody
 from outrider.serve.messages.translation import chat_body
 from outrider.serve.sampling import naming
@@ -58,9 +58,9 @@ class Messages:
         (output,) = await self.server.outputs(self.requests)
         (sample,) = output.outputs
         parsed = self._parsed(sample)
-        list(self.blocks.grow(parsed, True))  # its events are for streams
         usage = await self._usage(output)
-        made = {**self._head(usage), "content": self.blocks.content(), **self._end(sample, parsed)}
+        content = content_of(self.blocks.id, parsed)
+        made = {**self._head(usage), "content": content, **self._end(sample, parsed)}
         return {**made, **self._speculation(output)}
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
