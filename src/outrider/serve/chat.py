@@ -12,7 +12,7 @@ from outrider.core.reasoning import ReasoningMarkers, Thought
 from outrider.engine.detokenizer import Detokenizer
 from outrider.outputs import CompletionOutput
 from outrider.progress import Request
-from outrider.serve.answers import Job, name_of
+from outrider.serve.answers import Job, ids_of
 from outrider.serve.errors import ApiError
 from outrider.serve.harmony import HARMONY
 from outrider.serve.logprobs import of_token
@@ -26,9 +26,9 @@ from outrider.serve.tools import PARSERS
 
 async def chat_job(server: Server, body: ChatBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
-    id = name_of(body, "chatcmpl-")
-    chat = await chat_of(server, body, id)
-    return Job(server, body, id, "chat.completion", "chat.completion.chunk", [chat.request], chat)
+    ids = ids_of(body, "chatcmpl-")
+    chat = await chat_of(server, body, ids.own)
+    return Job(server, body, ids.shown, "chat.completion", "chat.completion.chunk", [chat.request], chat)
 
 
 async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:

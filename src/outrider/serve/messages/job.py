@@ -10,7 +10,7 @@ from typing import Any
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.requests import Reader
-from outrider.serve.answers import name_of
+from outrider.serve.answers import ids_of
 from outrider.serve.chat import Chat, chat_of, conversation_of
 from outrider.serve.errors import api_error
 from outrider.serve.messages.blocks import ContentBlocks, content_of
@@ -26,9 +26,9 @@ from outrider.serve.wire import event
 
 async def message_job(server: Server, body: MessagesBody) -> Messages:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
-    id = name_of(body, "msg_")
-    chat = await chat_of(server, chat_body(body), id)
-    return Messages(server, body, id, [chat.request], chat)
+    ids = ids_of(body, "msg_")
+    chat = await chat_of(server, chat_body(body), ids.own)
+    return Messages(server, body, ids.shown, [chat.request], chat)
 
 
 def count_of(server: Server, body: CountBody, reader: Reader) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Messages:
     blocks: ContentBlocks = field(init=False)
 
     def __post_init__(self) -> None:
-        self.blocks = ContentBlocks(self.id)
+        self.blocks = ContentBlocks(self.requests[0].id)
 
     async def response(self) -> dict[str, Any]:
         """The whole message."""
