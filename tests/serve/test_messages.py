@@ -222,6 +222,8 @@ def test_a_number_that_is_not_finite_is_no_failure(server: Served) -> None:
     assert block["input"] == '{"a": 1e999}', "a stream has the text of the model"
 
 
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+WRONG_FORMAT = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 
 
@@ -250,6 +252,15 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"output_config": WRONG_FORMAT}, "output_config.format: "),
+        (
+            {"output_config": {"format": FORMAT}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs and output_config.format.",
+        ),
+        (
+            {"output_config": {"format": FORMAT}, "tools": [TOOL], "tool_choice": {"type": "any"}},
+            "output_config.format and tool_choice.",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"temperature": -1}, "temperature"),

@@ -12,11 +12,11 @@ from outrider.progress import Request
 from outrider.requests import Reader
 from outrider.serve.answers import ids_of
 from outrider.serve.chat import Chat, chat_of, conversation_of
-from outrider.serve.errors import api_error
+from outrider.serve.errors import ApiError, api_error
 from outrider.serve.messages.blocks import ContentBlocks, content_of
 from outrider.serve.messages.protocol import CountBody, MessagesBody
 from outrider.serve.messages.translation import chat_body
-from outrider.serve.sampling import naming
+from outrider.serve.sampling import naming, rename_fields
 from outrider.serve.state import Server
 from outrider.serve.tool_calls import Parsed
 from outrider.serve.tool_choice import ToolUse
@@ -27,7 +27,11 @@ from outrider.serve.wire import event
 async def message_job(server: Server, body: MessagesBody) -> Messages:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     ids = ids_of(body, "msg_")
-    chat = await chat_of(server, chat_body(body), ids.own)
+    try:
+        chat = await chat_of(server, chat_body(body), ids.own)
+    except ApiError as error:
+        rename_fields(error)
+        raise
     return Messages(server, body, ids.shown, [chat.request], chat)
 
 
