@@ -153,6 +153,28 @@ def test_a_conversation_with_tools_is_that_of_chats(server: Served) -> None:
     assert server.post(PATH, {**given, "max_tokens": 4}).status_code == 200
 
 
+def test_consecutive_turns_of_one_role_are_one() -> None:
+    call = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+    thought = {"type": "thinking", "thinking": "Hm."}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "7"}
+    turns: list[tuple[str, Any]] = [
+        ("user", "One."), ("user", [{"type": "text", "text": "Two."}]),
+        ("assistant", [thought]), ("assistant", "So."), ("assistant", [call]),
+        ("user", [result]), ("user", "Well?"), ("assistant", "It"), ("assistant", "is"),
+    ]  # fmt: skip
+    messages = [{"role": role, "content": content} for role, content in turns]
+    chat = chat_body(MessagesBody(max_tokens=4, messages=messages))
+    calls = [{"id": "t", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    assert chat.messages == [
+        {"role": "user", "content": [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]},
+        {"role": "assistant", "content": "So.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "t", "content": "7"},
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": "It\nis"},
+    ]
+    assert chat.continue_final_message
+
+
 def test_only_the_line_of_a_bill_is_left_out_of_a_system_prompt() -> None:
     line = BILLED["text"]
     cases = [("", []), (line, []), (f"{line}\nBe short.\nAnd kind.", ["Be short.\nAnd kind."])]

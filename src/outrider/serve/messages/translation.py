@@ -22,7 +22,8 @@ def chat_body(body: ConversationBody) -> ChatBody:
     """The same request for /v1/chat/completions.  Raises ApiError naming the place at fault."""
     messages = _system(body.system)
     for i, message in enumerate(body.messages):
-        messages += _messages(message, i)
+        for made in _messages(message, i):
+            _add(messages, made)
     choice = body.tool_choice or {}
     given: dict[str, Any] = {
         "messages": messages,
@@ -57,6 +58,24 @@ def _system(given: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, A
     texts = [given] if isinstance(given, str) else _texts(given or [], "system")
     kept = [text for text in map(unbilled, texts) if text]
     return [{"role": "system", "content": "\n\n".join(kept)}] if kept else []
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Add a message.  Consecutive turns of the user, or of the assistant, are one, as in Anthropic's API."""
+    last = messages[-1] if messages else {}
+    if message["role"] != last.get("role") or message["role"] not in ("user", "assistant"):
+        messages.append(message)
+    elif message["role"] == "user":
+        last["content"] = [*_parts(last["content"]), *_parts(message["content"])]
+    else:
+        texts = [text for text in (last["content"], message["content"]) if text]
+        calls = last.get("tool_calls", []) + message.get("tool_calls", [])
+        thoughts = [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]
+        messages[-1] = _turn(texts, thoughts, calls)
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _messages(message: Mapping[str, Any], i: int) -> list[dict[str, Any]]:
@@ -95,6 +114,11 @@ def _reply(blocks: Iterable[Mapping[str, Any]], place: str) -> dict[str, Any]:
             thoughts.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
             texts.append(_text(block, f"{place}.{k}"))
+    return _turn(texts, thoughts, calls)
+
+
+def _turn(texts: Sequence[str], thoughts: Sequence[str], calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A message of the assistant."""
     made: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) or (None if calls else "")}
     if any(thoughts):
         made["reasoning_content"] = "\n".join(thoughts)
