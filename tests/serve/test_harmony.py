@@ -19,6 +19,7 @@ from outrider.serve.protocol import ChatBody
 from outrider.serve.reasoning import markers_for
 from outrider.serve.sampling import params_of
 from outrider.serve.tool_calls import ToolCall
+from outrider.serve.tool_choice import ToolUse
 from outrider.serve.tools import PARSERS, parser_for
 
 THOUGHT = "<|channel|>analysis<|message|>The user asks.\n 1 < 2.<|end|>"
@@ -159,6 +160,15 @@ HEADS = ["<|channel|>final<|mess", "<|channel|>analysis", f"{START}<|channel|>",
 @pytest.mark.parametrize("head", HEADS)
 def test_a_text_that_ends_within_its_head_has_no_answer(head: str) -> None:
     assert reply(head, "length") == reply(head, None) == reply("", None)
+
+
+@pytest.mark.parametrize("head", ["<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+                                  " to=functions.now<|channel|>commentary<|message|>"])  # fmt: skip
+def test_the_token_that_ends_a_text_completes_a_call_without_arguments(head: str) -> None:
+    found = [Reply(PARSERS["openai"], markers=HARMONY).read(head + end, "stop") for end in ("<|call|>", "")]
+    assert [reply.calls for reply in found] == [[ToolCall("now", "{}")], [ToolCall("now", "", False)]]
+    forced = Reply(PARSERS["openai"], ToolUse(name="now"), markers=HARMONY)
+    assert forced.read('{"zone": 1}<|return|>', "stop").calls == [NOW]
 
 
 @pytest.mark.parametrize("text", ["<", "< 3", "<|x|>", "to=5", "a <|channel|>"])

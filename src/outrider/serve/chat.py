@@ -14,7 +14,7 @@ from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.serve.answers import Job, ids_of
 from outrider.serve.errors import ApiError
-from outrider.serve.harmony import HARMONY
+from outrider.serve.harmony import CLOSINGS, HARMONY, HarmonyMarkers
 from outrider.serve.logprobs import of_token
 from outrider.serve.protocol import Calling, ChatBody
 from outrider.serve.sampling import check_logprobs, params_of
@@ -148,7 +148,8 @@ def reply_for(
     if not (use.tools or markers):
         return Reply(None)
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
-    ending = frozenset(token for token in special if token)
+    own = CLOSINGS if isinstance(markers, HarmonyMarkers) else ()  # which say that a message is complete
+    ending = frozenset(token for token in special if token and token not in own)
     return Reply(parser, use, ending, markers)
 
 

@@ -96,7 +96,7 @@ class HarmonyMarkers(ReasoningMarkers):
     def split(self, text: str, finished: bool) -> Thought:
         opening, found = self._messages(text, finished)
         if not found:
-            return Thought("", None if _is_head(text, finished) else text)
+            return Thought("", None if _is_head(text, finished) else _unclosed(text))
         thoughts = "\n".join(filter(None, (message.content.strip() for message in _thoughts(found))))
         answers = [message for message in found if not message.is_thought]
         if not answers:
@@ -118,6 +118,13 @@ class HarmonyMarkers(ReasoningMarkers):
 def _thoughts(found: Iterable[Message]) -> list[Message]:
     """The thoughts in front of the first other message."""
     return list(takewhile(lambda message: message.is_thought, found))
+
+
+def _unclosed(text: str) -> str:
+    """A text that is no message without the token that ended it."""
+    for closing in CLOSINGS:
+        text = text.removesuffix(closing)
+    return text
 
 
 def _is_head(text: str, finished: bool) -> bool:
