@@ -20,6 +20,7 @@ from outrider.serve.tool_calls import Pieces, ToolCall, Tools, end_of
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 CALL, MESSAGE, CALLED = "<|channel|>commentary to=functions.", "<|message|>", "<|call|>"
 FUNCTIONS = "functions."
+OPENINGS = ("<|channel|>", "<|start|>assistant")
 # The recipient may be in front of the channel, too.  Possessive: a text without a head takes linear time.
 HEAD = re.compile(
     r"\s*+(?:<\|start\|>assistant)?([^<]*+)<\|channel\|>(\w++)([^<]*+)"
@@ -131,7 +132,8 @@ def _is_head(text: str, finished: bool) -> bool:
     """Whether a text without a message is the beginning of one's head, or may become it."""
     begun, recipient = text.lstrip(), f"to={FUNCTIONS}"
     if finished:
-        return bool(begun) and CUT_HEAD.fullmatch(text) is not None
+        within_marker = len(begun) > 1 and any(marker.startswith(begun) for marker in OPENINGS)
+        return within_marker or (bool(begun) and CUT_HEAD.fullmatch(text) is not None)
     return begun.startswith(("<", recipient)) or recipient.startswith(begun)
 
 
