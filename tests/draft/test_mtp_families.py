@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES as OF_TRANSFORMERS
 from families import LATENT, NEW
 from hybrids import HYBRIDS
 from packed_files import FORMATS
@@ -26,11 +27,10 @@ from outrider.inspect.card import card_of
 from outrider.testing import tiny_checkpoint
 
 HIDDEN, LAYERS = 64, 2
-MIXTURE: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gates": HYBRIDS["qwen3-next"],
     "gates-dense": HYBRIDS["qwen3.5"],
-    "experts": ("Glm4Moe", {**NEW, **MIXTURE, "head_dim": 16, "first_k_dense_replace": 1}),
+    "experts": OF_TRANSFORMERS["glm4-moe"],
     "compressed": ("DeepseekV3", {**LATENT, "head_dim": LATENT["qk_rope_head_dim"]}),
     "windows": (
         "Mellum",
