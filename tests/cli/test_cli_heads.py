@@ -241,11 +241,11 @@ REFUSED: dict[str, tuple[str, Shapes, dict[str, Any], str]] = {
         {},
         "DSpark with another table",
     ),
-    "experts": (
+    "prediction layers in few bits": (
         "mtp",
-        {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.mlp.experts.0.up_proj.weight": (H, H)},
+        {"model.layers.4.eh_proj.weight": (H, 2 * H), "model.layers.4.mlp.up_proj.qzeros": (H, H)},
         {},
-        "of experts",
+        "quantized weights",
     ),
     "EAGLE with experts": (
         "eagle",

@@ -23,6 +23,10 @@ def emit(drafter: Logitspec, row: Row, token: int, topk: list[int], tree: DraftT
     row.tokens.append(token)
 
 
+def sign(number: float) -> int:
+    return (number > 0) - (number < 0)
+
+
 def paths(tree: DraftTree) -> set[tuple[int, ...]]:
     """The tokens from the root to every node."""
     found: dict[int, tuple[int, ...]] = {ROOT: ()}
@@ -109,3 +113,30 @@ def test_nothing_is_kept_of_a_row_that_ended() -> None:
     drafter = llm.engine.drafter
     assert isinstance(drafter, Logitspec) and not drafter.rows
     assert output.speculation.drafted and len(drafter.memory) == RANKS + LONGEST
+
+
+def test_a_text_that_repeats_itself_is_drafted_on() -> None:
+    drafter, row = make_drafter(Logitspec, nodes=9, min_token_prob=0.0), make_row([5, 1, 2, 1, 2])
+    assert propose_tree(drafter, row, 6).tokens == [1, 2, 1, 2, 1, 2]
+
+
+def test_a_match_is_judged_as_far_as_it_goes() -> None:
+    """What a draft was does not matter: the token that ended a text is judged, too."""
+    drafter, row = make_drafter(Logitspec), make_row([1, 2, 3, 4, 5, 1, 2])
+    before = list(drafter.memory)
+    step = RowStep(row, 6, 1)
+    step.emitted = [3, 4, 9]
+    drafter.observe(Commit(Batch([step])))
+    changed = [sign(new - old) for new, old in zip(drafter.memory, before)]
+    assert changed == [0] * RANKS + [0, 1, 1, -1, 0, 0]
+
+
+def test_beside_a_grammar_it_drafts_behind_the_certain_text() -> None:
+    llm = LLM("builtin", max_model_len=512, speculative_config={"method": "logitspec"})
+    shape = r"(the name of the thing is [a-z]{3,20}, and the name is [a-z]{1,20}\. ){3}"
+    params = SamplingParams(temperature=0, max_tokens=80, structured_outputs={"regex": shape})
+    prompt = "the name of the thing is a name, and the name is a name, and the name is: "
+    plain = LLM("builtin", max_model_len=512, speculative_config="off").generate(prompt, params)[0]
+    output = llm.generate(prompt, params)[0]
+    assert output.outputs[0].text == plain.outputs[0].text
+    assert {"grammar", "logitspec"} <= {*output.outputs[0].drafted_by}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES as OF_TRANSFORMERS
 from families import LATENT, NEW
 from hybrids import HYBRIDS
+from packed_files import FORMATS
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,11 +27,10 @@ from outrider.inspect.card import card_of
 from outrider.testing import tiny_checkpoint
 
 HIDDEN, LAYERS = 64, 2
-MIXTURE: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gates": HYBRIDS["qwen3-next"],
     "gates-dense": HYBRIDS["qwen3.5"],
-    "experts": ("Glm4Moe", {**NEW, **MIXTURE, "head_dim": 16, "first_k_dense_replace": 1}),
+    "experts": OF_TRANSFORMERS["glm4-moe"],
     "compressed": ("DeepseekV3", {**LATENT, "head_dim": LATENT["qk_rope_head_dim"]}),
     "windows": (
         "Mellum",
@@ -162,6 +165,41 @@ def test_layers_that_lack_or_add_a_tensor_are_refused(tmp_path: Path) -> None:
         save_file(changed, path, {"format": "pt"})
         with pytest.raises(ModelError, match=reason):
             LLM(str(folder), dtype="float32", speculative_config={"method": "mtp"})
+
+
+def test_layers_of_a_quantized_target_are_expanded_with_it(tmp_path: Path) -> None:
+    folder = with_layer(tmp_path, *FAMILIES["experts"], qwen=False)
+    path, rng = folder / "model.safetensors", random.Random(1)
+    tensors = load_file(path)
+    for name in [name for name in tensors if re.search(r"_proj\.weight$", name)]:
+        scaled, _ = FORMATS["fp8-blocks"][0](*tensors.pop(name).shape, rng)
+        tensors |= {f"{name.removesuffix('.weight')}.{key}": tensor for key, tensor in scaled.items()}
+    save_file(tensors, path, {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = FORMATS["fp8-blocks"][1]
+    (folder / "config.json").write_text(json.dumps(settings))
+    llm = LLM(str(folder), dtype="float32", speculative_config={"method": "mtp"})
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert llm.generate({"prompt_token_ids": [5, 9, 40]}, params)[0].speculation.drafted
+
+
+def test_layers_larger_than_their_file_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    folder = with_layer(tmp_path / "head", *FAMILIES["experts"], qwen=False)
+    family, config = FAMILIES["experts"]
+    dense = {**config, "first_k_dense_replace": LAYERS, "moe_intermediate_size": 1 << 20}
+    target = Path(tiny_checkpoint(tmp_path / "target", family, **dense))
+    with pytest.raises(ModelError, match=r"weights by the config, and the file has [\d,]+: one of its sizes"):
+        LLM(str(target), dtype="float32", speculative_config={"method": "mtp", "model": str(folder)})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_weights_of_other_types_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = with_layer(tmp_path, *FAMILIES["experts"], qwen=False)
+    path, name = folder / "model.safetensors", f"model.layers.{LAYERS}.self_attn.o_proj.weight"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name].to(dtype)}, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"o_proj\.weight is torch\.\w+, without scales"):
+        LLM(str(folder), dtype="float32", speculative_config={"method": "mtp"})
 
 
 @pytest.mark.parametrize("option", ["quantization", "draft_tensor_parallel_size"])

@@ -49,7 +49,9 @@ def recorded(llm: LLM, method: str, verified: bool) -> Drafts:
     use_example(llm, method)
     drafter: Any = llm.engine.drafter
     if drafter.memory is not None:  # which ranks were right so far
-        drafter.memory.update = lambda *_: None
+        learning = "learn" if hasattr(drafter.memory, "learn") else "update"
+        assert hasattr(drafter.memory, learning)
+        setattr(drafter.memory, learning, lambda *_: None)
     drafts, propose, budget = Drafts(), drafter.propose, llm.engine.controller.budget
     rng = random.Random(0)
 

@@ -20,7 +20,7 @@ from outrider.core.tree import Draft
 from outrider.drafting.base import Drafter
 
 REJECTION = SpeculativeOptions.of({"method": "off", "verification": "rejection"})
-Seen = dict[tuple[tuple[int, ...], tuple[int, ...]], set[tuple[float, ...]]]
+Seen = dict[tuple[tuple[int, ...], ...], set[tuple[float, ...]]]
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +29,21 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def confidences(llm: LLM, drafter: Drafter) -> Seen:
-    """(text, parents) -> the confidences seen, from requests that differ in their seeds."""
+    """(text, parents, sampled nodes) -> the confidences of these seen, from requests that differ in their
+    seeds.
+
+    Those of other nodes may differ: they also depend on the texts of other requests.
+    """
     seen: Seen = defaultdict(set)
     propose = drafter.propose
 
     def watched(batch: Batch) -> Draft:
         found = propose(batch)
         for step, tree in zip(batch, found.trees):
-            if any(source >= 0 for source in tree.probs_of):
-                seen[tuple(step.row.tokens), tuple(tree.parents)].add(
-                    tuple(round(value, 5) for value in tree.confidence)
+            sampled = tuple(node for node, source in enumerate(tree.probs_of) if source >= 0)
+            if sampled:
+                seen[tuple(step.row.tokens), tuple(tree.parents), sampled].add(
+                    tuple(round(tree.confidence[node], 5) for node in sampled)
                 )
         return found
 

@@ -93,6 +93,7 @@ def test_block_attends_over_its_given_input(kind: str, dtype: torch.dtype, reads
         q_norm=torch.rand(D),
         k_norm=torch.rand(D),
         window=5,
+        sinks=None,
         heads=HEADS,
         kv_heads=KV,
         head_dim=D,

@@ -35,7 +35,8 @@ class Case:
     llm: LLM
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# The lean decoder runs gpt-oss, and other tests load it here on purpose: its attention has sinks.
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if name != "gpt-oss"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp("family")
     model = write(request.param, folder)

@@ -163,6 +163,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek-v3": ("DeepseekV3", LATENT),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **NEW,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "first_k_dense_replace": 1,
+        },
+    ),
     "llama4": (
         "Llama4Text",
         {

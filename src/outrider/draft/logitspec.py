@@ -13,7 +13,7 @@ A table of acceptance by rank of a runner-up, and by length of a match, orders t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -29,6 +29,7 @@ RANKS = 8  # logits that are asked for; one of them is as a rule that of the pen
 LONGEST = 6  # tokens of a match beyond which all are alike
 RATE = 0.02  # of the moving average of an acceptance
 PUBLISHED = 64  # nodes of a tree
+JUDGED = 8  # rows of a step that are learned from, in turns
 
 
 @dataclass
@@ -56,17 +57,30 @@ class LastEnds:
 
 
 class Candidate(NamedTuple):
-    """A token after node `parent`.
+    """A token after node `parent`, and what follows it if it was right.
 
-    kind: its index in `Acceptance`.  length, place: of the match that goes on behind it; length 0: none.
+    path: the draft tokens before it.  kind: its index in `Acceptance`.  length, place: of the match that goes
+    on behind it; length 0: none.
     """
 
     parent: int
-    depth: int
+    path: tuple[int, ...]
     token: int
     kind: int
     length: int
     place: int
+
+    def follower(self, node: int, text: Sequence[int], size: int) -> Candidate | None:
+        """The next one of the match, if there is one.
+
+        node: of this one.  text, size: the tokens before the tree; behind them the match goes on in the path
+        """
+        if not self.length:
+            return None
+        path = (*self.path, self.token)
+        token = text[self.place] if self.place < size else path[self.place - size]
+        kind = Acceptance.of_match(self.length)
+        return Candidate(node, path, token, kind, self.length + 1, self.place + 1)
 
 
 class Acceptance(list[float]):
@@ -86,13 +100,15 @@ class Acceptance(list[float]):
 
 @dataclass
 class RowState:
-    """runners_up: best first, of the token at position `at`, which is pending.  kinds: of the last tree's
-    nodes."""
+    """runners_up: best first, of the token at position `at`, which is pending."""
 
     ends: LastEnds = field(default_factory=LastEnds)
     runners_up: Sequence[int] = ()
     at: int = -1
-    kinds: list[int] = field(default_factory=list)
+
+    def known(self, at: int) -> Sequence[int]:
+        """The runners-up of the token at this position, as far as they are known."""
+        return self.runners_up if self.at == at else ()
 
 
 class Logitspec(TextDrafter):
@@ -116,6 +132,7 @@ class Logitspec(TextDrafter):
         self.nodes = target.nodes(options.nodes, PUBLISHED)
         self.memory = Acceptance()
         self.rows: dict[Row, RowState] = {}
+        self.steps = 0
 
     @classmethod
     def example(cls, target: Target) -> Logitspec:
@@ -128,84 +145,66 @@ class Logitspec(TextDrafter):
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
         state = self.rows.setdefault(row, RowState())
         state.ends.extend(row.tokens, len(row.tokens))
-        tokens = [*row.tokens, *ahead] if ahead else row.tokens
-        runners_up = state.runners_up if state.at == len(tokens) - 1 else ()
-        tree, kinds = self._tree(tokens, state.ends, runners_up, budget.within(nodes=self.nodes))
-        if not ahead:
-            state.kinds = kinds
-        return tree
-
-    def _tree(
-        self, tokens: Sequence[int], ends: LastEnds, runners_up: Sequence[int], budget: Budget
-    ) -> tuple[DraftTree, list[int]]:
-        """The tree after these tokens, and the kind of each node."""
-        queue, builder, kinds = BestFirst[Candidate](), TreeBuilder(budget), list[int]()
-        for candidate in self._first(tokens, len(tokens), ends, runners_up):
+        text = [*row.tokens, *ahead] if ahead else row.tokens
+        size, queue = len(text), BestFirst[Candidate]()
+        builder = TreeBuilder(budget.within(nodes=self.nodes))
+        for candidate in _first(text, size, state.ends, state.known(size - 1)):
             self._push(queue, candidate, 1.0, budget)
         while queue and builder.room:
             joint, best = queue.pop()
             node = builder.add(best.parent, best.token, self.memory[best.kind])
-            kinds.append(best.kind)
-            if best.length and best.place < len(tokens):
-                kind = self.memory.of_match(best.length)
-                token, place = tokens[best.place], best.place + 1
-                follower = Candidate(node, best.depth + 1, token, kind, best.length + 1, place)
+            if (follower := best.follower(node, text, size)) is not None:
                 self._push(queue, follower, joint, budget)
-        return (builder.draft_tree if kinds else EMPTY_TREE), kinds
+        return builder.draft_tree if builder.tokens else EMPTY_TREE
 
     def _push(self, queue: BestFirst[Candidate], candidate: Candidate, joint: float, budget: Budget) -> None:
         """Push a candidate that is within the depth, and probable enough."""
         joint *= self.memory[candidate.kind]
-        if candidate.depth <= budget.depth and joint >= self.options.min_token_prob:
+        if len(candidate.path) < budget.depth and joint >= self.options.min_token_prob:
             queue.push(joint, candidate)
 
-    @staticmethod
-    def _first(
-        tokens: Sequence[int], length: int, ends: LastEnds, runners_up: Sequence[int]
-    ) -> list[Candidate]:
-        """Candidates after the first `length` tokens: what followed the last match, and the runners-up."""
-        last, before = tokens[length - 1], tokens[length - 2] if length > 1 else None
-        found, seen = list[Candidate](), set[int]()
-        matched, place = ends.after(before, last)
-        if matched and place < length:
-            kind = Acceptance.of_match(matched)
-            found.append(Candidate(ROOT, 1, tokens[place], kind, matched + 1, place + 1))
-            seen.add(tokens[place])
-        for rank, token in enumerate(runners_up):
-            if token not in seen:
-                found.append(Candidate(ROOT, 1, token, rank, *ends.after(last, token)))
-        return found
-
     def observe(self, commit: Commit) -> None:
-        for step in commit.batch:
+        self.steps += 1
+        every = -(-len(commit.batch) // JUDGED)
+        for i, step in enumerate(commit.batch):
             state = self.rows.setdefault(step.row, RowState())
-            if step.emitted:
-                self._judge_first(step, state)
-            if step.tree.tokens:
-                self._judge_others(step, state.kinds)
+            state.ends.extend(step.row.tokens, step.end)
+            if step.emitted and (self.steps + i) % every == 0:
+                self._judge(step, state)
             own = len(step.accepted) == len(step.emitted) - 1  # of a mix, another one's nodes may be accepted
             if own and step.topk:
                 node, pending = step.accepted[-1] if step.accepted else ROOT, step.emitted[-1]
                 state.runners_up = [token for token in step.topk[1 + node] if token != pending]
                 state.at = step.end + len(step.emitted) - 1
 
-    def _judge_first(self, step: RowStep, state: RowState) -> None:
-        """Learn which candidates of the first level were right.
+    def _judge(self, step: RowStep, state: RowState) -> None:
+        """Learn which candidates were right for the tokens that a step emitted.
 
         All are judged, drafted or not: one that fails for a while would else never be tried again.
         """
-        state.ends.extend(step.row.tokens, step.end)
-        runners_up = state.runners_up if state.at == step.end - 1 else ()
-        for candidate in self._first(step.row.tokens, step.end, state.ends, runners_up):
+        text, size, right = step.row.tokens, step.end, None
+        for candidate in _first(text, size, state.ends, state.known(size - 1)):
             self.memory.learn(candidate.kind, candidate.token == step.emitted[0])
-
-    def _judge_others(self, step: RowStep, kinds: Sequence[int]) -> None:
-        """Learn which nodes of the other levels were right, among the children of the accepted path."""
-        tree, accepted = step.tree, step.accepted
-        for node in range(tree.size):
-            if tree.parents[node] in accepted:
-                proposed = node if step.kept is None else step.kept[node]
-                self.memory.learn(kinds[proposed], node in accepted)
+            if candidate.token == step.emitted[0]:
+                right = candidate.follower(ROOT, text, size)
+        for token in step.emitted[1:]:
+            if right is None:
+                return
+            self.memory.learn(right.kind, right.token == token)
+            right = right.follower(ROOT, text, size) if right.token == token else None
 
     def forget(self, row: Row, reason: str) -> None:
         self.rows.pop(row, None)
+
+
+def _first(text: Sequence[int], size: int, ends: LastEnds, runners_up: Sequence[int]) -> Iterator[Candidate]:
+    """Candidates after the first `size` tokens of a text: what followed the last match, and the runners-up."""
+    last, before = text[size - 1], text[size - 2] if size > 1 else None
+    length, place = ends.after(before, last)
+    matched = -1
+    if length:
+        matched = text[place]
+        yield Candidate(ROOT, (), matched, Acceptance.of_match(length), length + 1, place + 1)
+    for rank, token in enumerate(runners_up):
+        if token != matched:
+            yield Candidate(ROOT, (), token, rank, *ends.after(last, token))

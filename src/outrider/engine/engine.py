@@ -232,7 +232,8 @@ class Engine:
         output.record_logprobs()
         self.scheduler.clip(batch)
         self.scheduler.commit(batch)
-        self.runner.settle(batch)
+        if self.cache.states:
+            self.runner.settle(batch)
         commit = self._commit(batch, output)
         observed, before = 0.0, working_time() if self.ahead else 0.0
         self.proposer.observe(commit)

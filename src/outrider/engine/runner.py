@@ -145,7 +145,7 @@ class Runner:
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
         scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
-        recurrent = step_input.recurrent = self._replays()
+        recurrent = step_input.recurrent = None if self.pool.states is None else self._replays()
         for r, step in enumerate(batch):
             row, first = step.row, step_input.length
             add_row(step_input, step)
@@ -179,19 +179,15 @@ class Runner:
         return complete
 
     def settle(self, batch: Batch) -> None:
-        """Note the accepted nodes of a committed step."""
-        if self.pool.states is None:
-            return
+        """Note the accepted nodes of a committed step, of a model with recurrent layers."""
         self.accepted, first = [], 0
         for step in batch:
             if step.accepted and step.row.table is not None:
                 self.accepted.append(Accepted(step.row.table, [first + node for node in step.accepted]))
             first += len(step.tree.tokens)
 
-    def _replays(self) -> RecurrentRows | None:
-        """The record for recurrent layers, with the replays of rows that run; None without such layers."""
-        if self.pool.states is None:
-            return None
+    def _replays(self) -> RecurrentRows:
+        """The record for recurrent layers, with the replays of rows that run."""
         # of all rows, also of those that the step leaves out: its forward keeps other inputs
         accepted, self.accepted = self.accepted, []
         replays = [Replay(table.state, kept) for table, kept in accepted if table.state != NO_STATE]

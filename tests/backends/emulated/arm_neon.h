@@ -12,10 +12,16 @@
 typedef float float32x4_t __attribute__((vector_size(16)));
 typedef int32_t int32x4_t __attribute__((vector_size(16)));
 typedef int8_t int8x16_t __attribute__((vector_size(16)));
+typedef uint8_t uint8x16_t __attribute__((vector_size(16)));
 
 EMULATED float32x4_t vfmaq_f32(float32x4_t sum, float32x4_t a, float32x4_t b) {
     for (int i = 0; i < 4; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
     return sum;
+}
+
+EMULATED uint8x16_t vqtbl1q_u8(uint8x16_t table, uint8x16_t indices) {
+    for (int i = 0; i < 16; i++) indices[i] = indices[i] < 16 ? table[indices[i]] : 0;
+    return indices;
 }
 
 #ifdef __ARM_FEATURE_DOTPROD

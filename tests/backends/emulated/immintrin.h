@@ -85,6 +85,11 @@ EMULATED __m512i emulated_madd_epi16(__m512i a, __m512i b) {
     for (int i = 0; i < 16; i++) to[i] = x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1];
     return (__m512i)to;
 }
+EMULATED __m512i emulated_shuffle_epi8(__m512i table, __m512i indices) {
+    bytes64 to = (bytes64)indices;
+    for (int i = 0; i < 64; i++) to[i] = to[i] < 0 ? 0 : ((bytes64)table)[(i & 48) + (to[i] & 15)];
+    return (__m512i)to;
+}
 EMULATED __m512i emulated_dpbusd_512(__m512i sum, __m512i a, __m512i b) {
     emulate_dpbusd(16, (int *)&sum, &a, &b);
     return sum;
@@ -104,6 +109,7 @@ EMULATED __m512i emulated_dpbusd_512(__m512i sum, __m512i a, __m512i b) {
 #define _mm512_add_epi16(a, b) ((__m512i)((words32)(a) + (words32)(b)))
 #define _mm512_maddubs_epi16 emulated_maddubs_epi16
 #define _mm512_madd_epi16 emulated_madd_epi16
+#define _mm512_shuffle_epi8 emulated_shuffle_epi8
 #define _mm512_dpbusd_epi32 emulated_dpbusd_512
 
 #elif defined EMULATE_VNNI

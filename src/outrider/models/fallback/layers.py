@@ -27,7 +27,7 @@ from outrider.models.fallback.attention import (
     intercepting,
     unify,
 )
-from outrider.models.fallback.loading import body_attribute, quiet
+from outrider.models.fallback.loading import SLACK, body_attribute, quiet, unquantized
 from outrider.models.fallback.recurrent import Recurrences, RecurrentCall
 from outrider.models.placement import Precision
 from outrider.models.rope import fix_ropes
@@ -60,16 +60,16 @@ class FamilyLayers:
 
         Raises ModelError for tensors that are not those of such layers.
         """
-        self.backend, self.precision, self.config = backend, precision, _config(config, count, tensors)
+        self.backend, self.precision = backend, precision
         self.rope = torch.zeros(max_len, 0)  # the modelling code applies RoPE itself
         self.eps: float = config.rms_norm_eps
         try:
-            model = self._load(type(like), like, tensors)
-            self.config = model.config  # a copy, which the layers have
+            model = self._load(like, _config(config, count, tensors), tensors)
+            self.config = model.config
             fix_ropes(model, max_len)
             body = getattr(model, body_attribute(model))
             self.rotary, self.blocks = body.rotary_emb, body.layers
-            self.kinds = self._kinds()
+            self.rotary_kinds = self._rotary_kinds()
             self.unit_norms = _adds_one(body.norm)
             row_invariant.convert(self.blocks, backend, precision.dtype)
             self.blocks.to(backend.device)
@@ -106,25 +106,27 @@ class FamilyLayers:
 
     def _run(self, layer: int, x: Tensor, step_input: StepInput, mask: Tensor | None = None) -> Tensor:
         positions, x = step_input.on(self.backend.device).positions[None], x[None]
-        rotations = self.rotary(x, positions, **self.kinds[layer])
+        rotations = self.rotary(x, positions, **self.rotary_kinds[layer])
         out = self.blocks[layer](
             x, attention_mask=mask, position_ids=positions, position_embeddings=rotations
         )
         hidden: Tensor = out[0] if isinstance(out, tuple) else out
         return hidden[0]
 
-    def _kinds(self) -> list[dict[str, str]]:
+    def _rotary_kinds(self) -> list[dict[str, str]]:
         """What the rotary module of the family needs to know of each layer: its kind, if each has its own."""
         several = isinstance(getattr(self.rotary, "rope_type", None), dict)
         return [{"layer_type": kind} if several else {} for kind in _kinds(self.config)]
 
-    def _load(self, kind: Any, like: Any, tensors: Mapping[str, Tensor]) -> Any:
-        """A model of the family with these layers.  Raises ModelError for missing or unknown tensors."""
+    def _load(self, like: Any, config: Any, tensors: Mapping[str, Tensor]) -> Any:
+        """A model of the family with these layers.  Raises ModelError for tensors that do not fit."""
+        kind: Any = type(like)
         at = f"{body_attribute(like)}.layers."
+        _check(kind, config, tensors, at)
         with quiet():
             model, report = kind.from_pretrained(
                 None,
-                config=self.config,
+                config=config,
                 state_dict={at + name: tensor for name, tensor in tensors.items()},
                 dtype=self.precision.dtype,
                 attn_implementation="eager",
@@ -167,7 +169,7 @@ class FamilyLayers:
 
 def _config(config: Any, count: int, tensors: Mapping[str, Tensor]) -> Any:
     """The config of a model of `count` such layers, and next to no vocabulary."""
-    own = copy.deepcopy(config)
+    own = copy.deepcopy(unquantized(config))
     sparse = any(EXPERTS.search(name) for name in tensors)
     for key, value in {
         "num_hidden_layers": count,
@@ -184,7 +186,31 @@ def _config(config: Any, count: int, tensors: Mapping[str, Tensor]) -> Any:
     if kinds := getattr(own, "layer_types", None):
         attends = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
         own.layer_types = getattr(own, "mtp_layer_types", None) or attends[-1:] * count
+        if len(own.layer_types) != count:
+            raise ModelError(
+                f"there are {count} prediction layers, and mtp_layer_types, or layer_types, of the config "
+                f"give {len(own.layer_types)} kinds of attention for them."
+            )
     return own
+
+
+def _check(kind: Any, config: Any, tensors: Mapping[str, Tensor], at: str) -> None:
+    """Raise ModelError for layers with more weights than the file holds, before they are allocated, and for
+    weights of other types.
+
+    at: where the layers are in a model of this class
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ModelError(f"{name} is {tensor.dtype}, without scales that the config names.")
+    with torch.device("meta"):
+        model = kind(copy.deepcopy(config))
+    wanted = sum(weight.numel() for name, weight in model.named_parameters() if name.startswith(at))
+    if wanted > (held := sum(tensor.numel() for tensor in tensors.values())) + SLACK:
+        raise ModelError(
+            f"layers of {kind.__name__} have {wanted:,} weights by the config, and the file has {held:,}: one "
+            "of its sizes is wrong."
+        )
 
 
 def _kinds(config: Any) -> list[str]:
