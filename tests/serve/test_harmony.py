@@ -153,7 +153,8 @@ def test_tokens_of_heads_are_no_reasoning() -> None:
     assert opened.reasoning_end(f"{rest}{START}{FINAL}Yes", True) == len(rest)
 
 
-HEADS = ["<|chan", "<|start|>ass", "<|channel|>final<|mess", "<|channel|>analysis", f"{START}<|channel|>", "<|start|>", START,
+HEADS = ["<|chan", "<|start|>ass", "<|channel|>final<|mess",
+         "<|channel|>analysis", f"{START}<|channel|>", "<|start|>", START,
          " to=functions.now<|channel|>commentary json", " to=functions.no"]  # fmt: skip
 
 
