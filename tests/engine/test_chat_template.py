@@ -185,6 +185,39 @@ def test_a_refusal_of_an_earlier_turn_is_text(llm: LLM) -> None:
     assert text_of(llm, parts) == text_of(llm, [*ASKED, {"role": "assistant", "content": "no"}])
 
 
+GPT_OSS = (  # as the template of gpt-oss, which raises for both
+    "{% for message in messages %}[{{ message.role }}]"
+    "{% if 'content' in message and '<|' in message.content %}{{ raise_exception('tags') }}{% endif %}"
+    "{% if 'tool_calls' in message %}"
+    "{% if message.content and message.thinking %}{{ raise_exception('both') }}"
+    "{% elif message.content %}analysis:{{ message.content }}"
+    "{% elif message.thinking %}analysis:{{ message.thinking }}{% endif %}"
+    "call:{{ message.tool_calls[0].function.name }}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"content": "I look.", "reasoning_content": "Hm."}, "analysis:Hm."),
+        ({"content": None, "reasoning_content": "Hm."}, "analysis:Hm."),
+        ({"content": None, "thinking": "Own.", "reasoning_content": "Hm."}, "analysis:Own."),
+        ({"content": "I look."}, "analysis:I look."),
+        ({"content": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_thoughts_in_front_of_calls_are_written_by_the_template_of_gpt_oss(
+    llm: LLM, more: dict[str, Any], expected: str
+) -> None:
+    calls = [{"type": "function", "function": {"name": "now", "arguments": "{}"}}]
+    messages = [ASKED[1], {"role": "assistant", "tool_calls": calls, **more},
+                {"role": "tool", "content": "7"}, {"role": "assistant", "content": "It is 7."}]  # fmt: skip
+    found = text_of(llm, messages, chat_template=GPT_OSS, add_generation_prompt=False)
+    assert found == f"[user]hello there[assistant]{expected}call:now[tool]7[assistant]It is 7."
+
+
 def test_streaming_takes_messages_too(llm: LLM) -> None:
     *_, last = llm.stream({"messages": ASKED, "chat_template": TEMPLATE}, GREEDY)
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from served import Served, forked
 
 from outrider.errors import ConfigError
 from outrider.serve.options import ServerOptions
-from outrider.serve.protocol import CURES, UNSUPPORTED, ChatBody, CompletionBody, ResponsesBody
+from outrider.serve.protocol import ATTEMPT, CURES, UNSUPPORTED, ChatBody, CompletionBody, ResponsesBody
 from outrider.serve.state import Server
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -87,6 +88,26 @@ def test_the_header_x_request_id_names_a_request(server: Served) -> None:
     for header in ("", "a b", "x" * 201):
         assert header not in id_of(header)[9:] or not header
         assert len(id_of(header)) == len("chatcmpl-") + 32
+
+
+def test_a_header_x_request_id_may_be_repeated(server: Served) -> None:
+    """While its first request runs, and with other ids of its parts."""
+    tools = [{"name": "f", "input_schema": {"type": "object", "properties": {"a": {"enum": [3]}},
+              "required": ["a"], "additionalProperties": False}}]  # fmt: skip
+    body = {"messages": [{"role": "user", "content": "Call f."}], "max_tokens": 60, "tools": tools,
+            "tool_choice": {"type": "any"}}  # fmt: skip
+
+    def ask(attempt: str) -> Any:
+        headers = {"X-Request-Id": "again", **({ATTEMPT: attempt} if attempt else {})}
+        return server.post("/v1/messages", body, headers=headers)
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [*pool.map(ask, ["", "", "one", "two"])]
+    assert [answer.status_code for answer in answers] == [200] * 4, answers[-1].text
+    found = [answer.json() for answer in answers] + [ask("one").json()]
+    assert {each["id"] for each in found} == {"msg_again"}
+    calls = [each["content"][0]["id"] for each in found]
+    assert len({*calls}) == 4 and calls[2] == calls[4]
 
 
 def test_sagemakers_route_takes_chats_and_completions(server: Served) -> None:

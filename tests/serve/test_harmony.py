@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+from content_blocks import joined_blocks, with_inputs_parsed
 from served import forked
 
 from outrider.core.reasoning import Thought
-from outrider.serve.chat import Reply
+from outrider.serve.chat import Reply, markers_of
 from outrider.serve.errors import ApiError
-from outrider.serve.harmony import HARMONY
+from outrider.serve.harmony import HARMONY, HEAD
+from outrider.serve.messages.blocks import ContentBlocks, content_of
+from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import ChatBody
 from outrider.serve.reasoning import markers_for
 from outrider.serve.sampling import params_of
 from outrider.serve.tool_calls import ToolCall
+from outrider.serve.tool_choice import ToolUse
 from outrider.serve.tools import PARSERS, parser_for
 
 THOUGHT = "<|channel|>analysis<|message|>The user asks.\n 1 < 2.<|end|>"
 START, FINAL = "<|start|>assistant", "<|channel|>final<|message|>"
 PREAMBLE = "<|channel|>commentary<|message|>I look.<|end|>"
+LATER = "<|channel|>analysis<|message|>More, later.<|end|>"
 CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Os\\"lo"}'
 OTHER = ' to=functions.now<|channel|>commentary json<|message|>{"zone": 1}'
 WEATHER, NOW = ToolCall("get_weather", '{"city": "Os\\"lo"}'), ToolCall("now", '{"zone": 1}')
@@ -38,6 +44,27 @@ TEXTS: dict[str, tuple[str, str, str, list[ToolCall]]] = {  # text -> reasoning,
     ),
     "two calls": (f"{THOUGHT}{START}{CALL}<|call|>{START}{OTHER}<|call|>", REASONING, "", [WEATHER, NOW]),
     "unclosed": (f"{THOUGHT}{START}{OTHER}", REASONING, "", [NOW]),
+    "recipient first": (OTHER, "", "", [NOW]),
+    "preamble, thought, call": (f"{PREAMBLE}{START}{LATER}{START}{CALL}", "", "I look.", [WEATHER]),
+    "thought, preamble, thought, call": (
+        f"{THOUGHT}{START}{PREAMBLE}{START}{LATER}{START}{CALL}",
+        REASONING,
+        "I look.",
+        [WEATHER],
+    ),
+    "answer, thought": (f"{FINAL}It is so.<|end|>{START}{LATER}", "", "It is so.", []),
+    "text behind a call that is no JSON": (
+        f"{THOUGHT}{START}{CALL[:-1]}<|call|>{START}{FINAL}Done.",
+        REASONING,
+        "Done.",
+        [WEATHER._replace(arguments=WEATHER.arguments[:-1], complete=False)],
+    ),
+    "call without arguments": (
+        f"{THOUGHT}{START}<|channel|>commentary to=functions.now<|message|><|call|>{START}{FINAL}Done.",
+        REASONING,
+        "Done.",
+        [ToolCall("now", "{}")],
+    ),
     "no messages": ("Hello <b>", "", "Hello <b>", []),
 }
 
@@ -68,6 +95,104 @@ def test_what_a_stream_shows_stays(name: str) -> None:
             assert call.name == expected.name and expected.arguments.startswith(
                 call.arguments.rstrip("<|cal")
             )
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_the_blocks_of_a_stream_are_those_of_the_whole_text(name: str, step: int) -> None:
+    text, blocks, events = TEXTS[name][0], ContentBlocks("x"), list[Any]()
+    for end in range(step, len(text), step):
+        events += blocks.grow(reply(text[:end], None), False)
+    whole = reply(text, "stop")
+    events += blocks.grow(whole, True)
+    made, expected = joined_blocks(events), content_of("x", whole)
+    if all(call.complete for call in whole.calls):
+        assert with_inputs_parsed(made) == expected
+    assert [block["type"] for block in made] == [block["type"] for block in expected]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_the_items_of_a_stream_are_those_of_the_whole_text(name: str, step: int) -> None:
+    text, items, events = TEXTS[name][0], OutputItems("x"), list[Any]()
+    for end in range(step, len(text), step):
+        events += items.grow(reply(text[:end], None), None)
+    events += items.grow(reply(text, "stop"), "completed")
+    whole = OutputItems("x")
+    list(whole.grow(reply(text, "stop"), "completed"))
+    assert items.items == whole.items
+    open_, texts = set[int](), dict[int, str]()
+    for event in events:
+        place, kind = event["output_index"], event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            open_.add(place)
+        assert place in open_, event
+        if kind == "output_item.done":
+            open_.remove(place)
+        if kind.endswith(".delta"):
+            texts[place] = texts.get(place, "") + event["delta"]
+    assert not open_
+    for place, item in enumerate(whole.items):
+        assert texts.get(place, "") == (
+            item["content"][0]["text"] if "content" in item else item["arguments"]
+        )
+
+
+def test_tokens_of_heads_are_no_reasoning() -> None:
+    thought = f"{THOUGHT}{START}"
+    for answer in (f"{FINAL}It is so.", f"{PREAMBLE}{START}{LATER}", CALL, ""):
+        assert HARMONY.reasoning_end(f"{thought}{answer}", True) == len(THOUGHT)
+        assert HARMONY.reasoning_end(answer, True) == 0
+    for text in ("Hello", "<|channel|>ana"):
+        assert HARMONY.reasoning_end(text, True) == 0
+    cut = THOUGHT[:-9]
+    assert HARMONY.reasoning_end(cut, False) == HARMONY.reasoning_end(cut, True) == len(cut)
+    opened = HARMONY.behind("<|start|>assistant<|channel|>analysis<|message|>")
+    assert opened is not None
+    rest = THOUGHT.removeprefix("<|channel|>analysis<|message|>")
+    assert opened.reasoning_end(f"{rest}{START}{FINAL}Yes", True) == len(rest)
+
+
+HEADS = ["<|chan", "<|start|>ass", "<|channel|>final<|mess",
+         "<|channel|>analysis", f"{START}<|channel|>", "<|start|>", START,
+         " to=functions.now<|channel|>commentary json", " to=functions.no"]  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_text_that_ends_within_its_head_has_no_answer(head: str) -> None:
+    assert reply(head, "length") == reply(head, None) == reply("", None)
+
+
+@pytest.mark.parametrize("head", ["<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+                                  " to=functions.now<|channel|>commentary<|message|>"])  # fmt: skip
+def test_the_token_that_ends_a_text_completes_a_call_without_arguments(head: str) -> None:
+    found = [Reply(PARSERS["openai"], markers=HARMONY).read(head + end, "stop") for end in ("<|call|>", "")]
+    assert [reply.calls for reply in found] == [[ToolCall("now", "{}")], [ToolCall("now", "", False)]]
+    forced = Reply(PARSERS["openai"], ToolUse(name="now"), markers=HARMONY)
+    assert forced.read('{"zone": 1}<|return|>', "stop").calls == [NOW]
+
+
+@pytest.mark.parametrize("text", ["<", "< 3", "<|x|>", "to=5", "a <|channel|>"])
+def test_other_texts_are_answers(text: str) -> None:
+    assert reply(text, "length").content == text
+
+
+@pytest.mark.parametrize("text", [" " * 40_000, "<|channel|>" + "a" * 40_000, "a" * 40_000])
+def test_a_text_without_a_head_takes_linear_time(text: str) -> None:
+    began = time.perf_counter()
+    assert HEAD.match(text) is None
+    assert time.perf_counter() - began < 1
+
+
+@pytest.mark.parametrize("name", ["call", "two calls", "unclosed", "recipient first"])
+def test_calls_are_read_without_a_reasoning_parser(name: str) -> None:
+    """The parser of calls reads the messages, whichever way they name their recipient."""
+    text, reasoning, content, calls = TEXTS[name]
+    parser = parser_for("openai", "")
+    found = Reply(parser, markers=markers_of(parser, None, "")).read(text, "stop")
+    assert (found.calls, found.reasoning, found.content) == (calls, reasoning, content)
+    prompt = f"{START}{FINAL}"
+    assert markers_of(parser, None, prompt) is markers_of(PARSERS["hermes"], None, "") is None
 
 
 def test_a_thought_that_is_cut_off_is_all_reasoning() -> None:

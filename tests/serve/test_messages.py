@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from content_blocks import joined_blocks, with_inputs_parsed
 from served import Served
 
 from outrider import LLM, SamplingParams
-from outrider.serve.messages.blocks import ContentBlocks, object_of
+from outrider.serve.errors import ApiError
+from outrider.serve.messages.blocks import ContentBlocks, content_of, object_of
 from outrider.serve.messages.protocol import MessagesBody
 from outrider.serve.messages.translation import chat_body
 from outrider.serve.tools import HERMES
@@ -54,7 +56,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
             delta = {key: new for key, new in event["delta"].items() if key != "type"}
             if "partial_json" in delta:
                 inputs[place] = inputs.get(place, "") + delta["partial_json"]
-                block["input"] = object_of(inputs[place])
+                block["input"] = object_of(inputs[place], False)
             else:
                 ((key, new),) = delta.items()
                 block[key] += new
@@ -151,6 +153,36 @@ def test_a_conversation_with_tools_is_that_of_chats(server: Served) -> None:
     assert server.post(PATH, {**given, "max_tokens": 4}).status_code == 200
 
 
+def test_consecutive_turns_of_one_role_are_one() -> None:
+    call = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+    thought = {"type": "thinking", "thinking": "Hm."}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "7"}
+    turns: list[tuple[str, Any]] = [
+        ("user", "One."), ("user", [{"type": "text", "text": "Two."}]),
+        ("assistant", [thought]), ("assistant", "So."), ("assistant", [call]),
+        ("user", [result]), ("user", "Well?"), ("assistant", "It"), ("assistant", "is"),
+    ]  # fmt: skip
+    messages = [{"role": role, "content": content} for role, content in turns]
+    chat = chat_body(MessagesBody(max_tokens=4, messages=messages))
+    calls = [{"id": "t", "type": "function", "function": {"name": "add", "arguments": "{}"}}]
+    assert chat.messages == [
+        {"role": "user", "content": [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]},
+        {"role": "assistant", "content": "So.", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "t", "content": "7"},
+        {"role": "user", "content": "Well?"},
+        {"role": "assistant", "content": "It\nis"},
+    ]
+    assert chat.continue_final_message
+
+
+def test_only_the_line_of_a_bill_is_left_out_of_a_system_prompt() -> None:
+    line = BILLED["text"]
+    cases = [("", []), (line, []), (f"{line}\nBe short.\nAnd kind.", ["Be short.\nAnd kind."])]
+    for system, expected in cases:
+        chat = chat_body(MessagesBody(max_tokens=4, messages=HELLO, system=system))
+        assert [each["content"] for each in chat.messages[:-1]] == expected
+
+
 def test_the_last_message_of_the_assistant_is_continued(server: Served) -> None:
     text = server.post(PATH, COMMON).json()["content"][0]["text"]
     prefill = [*HELLO, {"role": "assistant", "content": [{"type": "text", "text": text[:5]}]}]
@@ -180,24 +212,40 @@ def test_blocks_do_not_depend_on_when_the_parts_came() -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
     for before in ("", "First."):
         whole, slow = before + text + "Then." + text + "Last.", ContentBlocks("x")
-        kinds = [
-            event["type"]
+        events = [
+            event
             for end in range(len(whole) + 1)
             for event in slow.grow(HERMES.parse(whole[:end], end == len(whole)), end == len(whole))
         ]
-        fast = ContentBlocks("x")
-        list(fast.grow(HERMES.parse(whole, True), True))
-        assert slow.content() == fast.content()
-        texts = [block["text"] for block in slow.content() if block["type"] == "text"]
+        blocks = with_inputs_parsed(joined_blocks(events))
+        assert blocks == content_of("x", HERMES.parse(whole, True))
+        texts = [block["text"] for block in blocks if block["type"] == "text"]
         assert texts == [*filter(None, [before]), "Then.\nLast."]
-        assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(fast.content())
 
 
 def test_what_is_there_of_cut_arguments_is_kept() -> None:
-    assert object_of('{"a": 3, "b": "tex') == {"a": 3, "b": "tex"}
-    assert object_of("") == object_of("[1") == object_of('{"a": NaN}') == {}
+    assert object_of('{"a": 3, "b": "tex', False) == {"a": 3, "b": "tex"}
+    for complete in (False, True):
+        for text in ("", "[1", '{"a": NaN}', '{"a": 1e999}', '{"a": -1e999}', f'{{"a": {"9" * 5000}}}'):
+            assert object_of(text, complete) == {}, text[:20]
 
 
+def test_complete_arguments_are_read_as_python_reads_them() -> None:
+    """With half of a surrogate pair, which models write where a text is cut."""
+    assert object_of('{"a": "\\ud83d", "b": 1}', True) == {"a": "\ud83d", "b": 1}
+
+
+def test_a_number_that_is_not_finite_is_no_failure(server: Served) -> None:
+    call = r'<tool_call>\{"name": "add", "arguments": \{"a": 1e999\}\}</tool_call>'
+    body = {**COMMON, "tools": [TOOL], "structured_outputs": {"regex": call}, "max_tokens": 80}
+    whole = server.post(PATH, body).json()
+    assert [(block["name"], block["input"]) for block in whole["content"]] == [("add", {})], whole
+    (block,) = joined_blocks(e for e in events_of(server, body) if e["type"].startswith("content_block"))
+    assert block["input"] == '{"a": 1e999}', "a stream has the text of the model"
+
+
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+WRONG_FORMAT = {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 
 
@@ -213,6 +261,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "'x'"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content must not be empty"),
+        ({"messages": [*HELLO, {"role": "user", "content": []}]}, "messages.1.content must not be empty"),
+        ({"tools": [TOOL], "tool_choice": {"type": ["any"]}}, "tool_choice"),
+        ({"thinking": {"type": []}}, "thinking.type"),
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages.0.role"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0"),
         ({"system": [IMAGE]}, "system.0"),
@@ -222,6 +274,15 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": [TOOL], "tool_choice": {"type": "all"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        ({"output_config": WRONG_FORMAT}, "output_config.format: "),
+        (
+            {"output_config": {"format": FORMAT}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs and output_config.format.",
+        ),
+        (
+            {"output_config": {"format": FORMAT}, "tools": [TOOL], "tool_choice": {"type": "any"}},
+            "output_config.format and tool_choice.",
+        ),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
         ({"temperature": -1}, "temperature"),
@@ -235,6 +296,19 @@ def test_refusals_have_the_shape_of_anthropics_api(more: Any, text: str, server:
         body = answer.json()
         assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
         assert text in body["error"]["message"]
+
+
+def test_malformed_conversations_are_not_counted(server: Served) -> None:
+    more: Any
+    for more in ({"thinking": {"type": {}}}, {"messages": [{"role": "user", "content": []}]}):
+        assert server.post(COUNT, {"messages": HELLO, **more}).status_code == 400
+
+
+def test_what_chats_refuse_is_refused() -> None:
+    body = MessagesBody.model_construct(max_tokens=4, messages=HELLO, top_p="x")
+    with pytest.raises(ApiError, match="top_p: ") as error:
+        chat_body(body)
+    assert (error.value.status, error.value.param) == (400, "top_p")
 
 
 def test_other_errors_have_the_shape_of_anthropics_api(server: Served, adaptive: Served) -> None:

@@ -157,6 +157,16 @@ def test_a_tag_without_the_outer_one_is_text_if_it_names_no_tool() -> None:
     assert call.name == "now"
 
 
+def test_text_between_a_tag_of_no_tool_and_the_first_call_is_content() -> None:
+    text, content = f"Not <function=f>\n<parameter=a>\n1\nBut this:\n{NOW}\nDone.", ""
+    for end in range(len(text) + 1):
+        now = PARSERS["qwen3_coder"].parse(text[:end], end == len(text), SCHEMAS)
+        assert now.content.startswith(content)
+        content = now.content
+    lead = "Not\n<function=f>\n<parameter=a>\n1\nBut this:"
+    assert content == f"{lead}\nDone." and now.lead == len(lead) and [*now.calls] == [ToolCall("now", "{}")]
+
+
 def test_a_call_in_tags_that_is_cut_off_is_not_complete() -> None:
     (call,) = PARSERS["qwen3_coder"].parse(XML[: XML.index("True")], True, SCHEMAS).calls
     assert not call.complete and json.loads(call.arguments + "}") == {"a": 1, "code": EXPECTED["code"]}

@@ -137,14 +137,16 @@ class _Measurement:
         self, peers: _Peers, found: list[dict[tuple[str, int], Run]]
     ) -> list[dict[tuple[str, int], Run]]:
         """The rounds that can be compared if the last one is not complete."""
-        labels = [*self.variants, *peers.attempts]
+        if not found:
+            return []
+        labels, last = [*self.variants, *peers.attempts], found[-1]
+        answered = [i for i in range(len(self.groups)) if all((label, i) in last for label in labels)]
         if len(found) > 1:
-            (*found, last), whole = found, len(labels) * len(self.groups)
-            return [*found, last] if len(last) == whole else found
+            return found if len(answered) == len(self.groups) else found[:-1]
         kept = dict[tuple[str, int], Run]()
-        for i in range(len(self.groups)):
-            if found and all((label, i) in found[0] for label in labels):
-                kept |= {(label, i): found[0][label, i] for label in labels}
+        for i in answered:
+            for label in labels:
+                kept[label, i] = last[label, i]
         return [kept] if kept else []
 
     def _measured(self, peers: _Peers, found: list[dict[tuple[str, int], Run]]) -> list[Measured]:

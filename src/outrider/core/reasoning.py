@@ -60,6 +60,10 @@ class ReasoningMarkers(NamedTuple):
         reasoning = text[start:] if finished else without_beginning(text[start:], self.end)
         return Thought(reasoning.strip(), None, len(text))
 
+    def reasoning_end(self, text: str, finished: bool) -> int:
+        """Where the reasoning ends in a text, with its markers; 0 if there is none."""
+        return self.split(text, finished).start
+
 
 def without_beginning(text: str, marker: str) -> str:
     """A text without an end that may become the marker."""

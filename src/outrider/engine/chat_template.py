@@ -74,7 +74,10 @@ def render(
         )
 
     try:
-        of_parts = _reads_parts(tokenizer, _template(tokenizer, given))
+        template = _template(tokenizer, given)
+        if "message.thinking" in template:
+            conversation = [*map(_with_thinking, conversation)]
+        of_parts = _reads_parts(tokenizer, template)
         rendered = apply(list(map(_of_parts, conversation)) if of_parts else conversation)
         if check is not None:
             check(rendered)
@@ -140,8 +143,21 @@ def _writes_text(tokenizer: Any, template: str, message: dict[str, Any]) -> bool
     return PROBE in text and OTHER_PROBE not in text
 
 
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for the template of gpt-oss, which names the reasoning in front of a call `thinking`.
+
+    It takes either this or a content for a message with calls, and no content that is null.
+    """
+    thought = message.get("reasoning_content")
+    if isinstance(thought, str) and thought:
+        message = {"thinking": thought, **message}
+    if message.get("tool_calls") and (message.get("thinking") or message["content"] is None):
+        message = {name: value for name, value in message.items() if name != "content"}
+    return message
+
+
 def _of_parts(message: dict[str, Any]) -> dict[str, Any]:
-    if message["content"] is None:
+    if message.get("content") is None:
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 

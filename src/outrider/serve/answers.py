@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from outrider.core.logprobs import Entry
 from outrider.errors import shortened
@@ -15,7 +15,7 @@ from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.logprobs import prompt_logprobs
-from outrider.serve.protocol import Classic, Sampling, StreamOptions, id_of
+from outrider.serve.protocol import ATTEMPT, Classic, Sampling, StreamOptions, id_of
 from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.traces import HEADERS
@@ -205,11 +205,25 @@ class Job:
         return {"outrider": origins_of(sample, start, self.server.reader.piece)}
 
 
-def name_of(body: Sampling, prefix: str) -> str:
-    """Id of a response: the prefix with the body's request_id, the header X-Request-Id, or a random one."""
+class Ids(NamedTuple):
+    """shown: of a response.  own: of its request in the engine, from which those of its parts follow.
+
+    The own one is unique, unless the body gives it: clients repeat a header when they try again.
+    """
+
+    shown: str
+    own: str
+
+
+def ids_of(body: Sampling, prefix: str) -> Ids:
+    """Ids of the prefix with the body's request_id, the header X-Request-Id, or a random one."""
     if body.request_id is not None and len(body.request_id) > 200:
         raise ApiError(400, f"request_id {shortened(body.request_id, 20)} is too long.", "request_id")
-    return f"{prefix}{body.request_id or id_of(HEADERS.get({}).get('x-request-id', ''))}"
+    if body.request_id is not None:
+        return Ids(f"{prefix}{body.request_id}", f"{prefix}{body.request_id}")
+    headers = HEADERS.get({})
+    shown = f"{prefix}{id_of(headers.get('x-request-id', ''))}"
+    return Ids(shown, f"{shown}-{id_of(headers.get(ATTEMPT, ''))}")
 
 
 def derived(prefix: str, id: str) -> str:

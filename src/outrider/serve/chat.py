@@ -12,21 +12,23 @@ from outrider.core.reasoning import ReasoningMarkers, Thought
 from outrider.engine.detokenizer import Detokenizer
 from outrider.outputs import CompletionOutput
 from outrider.progress import Request
-from outrider.serve.answers import Job, name_of
+from outrider.serve.answers import Job, ids_of
 from outrider.serve.errors import ApiError
+from outrider.serve.harmony import CLOSINGS, HARMONY, HarmonyMarkers
 from outrider.serve.logprobs import of_token
 from outrider.serve.protocol import Calling, ChatBody
 from outrider.serve.sampling import check_logprobs, params_of
 from outrider.serve.state import Server
 from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser, listed
 from outrider.serve.tool_choice import ToolUse
+from outrider.serve.tools import PARSERS
 
 
 async def chat_job(server: Server, body: ChatBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
-    id = name_of(body, "chatcmpl-")
-    chat = await chat_of(server, body, id)
-    return Job(server, body, id, "chat.completion", "chat.completion.chunk", [chat.request], chat)
+    ids = ids_of(body, "chatcmpl-")
+    chat = await chat_of(server, body, ids.own)
+    return Job(server, body, ids.shown, "chat.completion", "chat.completion.chunk", [chat.request], chat)
 
 
 async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:
@@ -90,8 +92,7 @@ class Reply:
 
         The same for a text that came in parts and for a whole one: a call that has begun stays a call.
         """
-        for token in self.ending:
-            text = text.removesuffix(token)
+        text = self._unended(text)
         thought = self.markers.split(text, finish_reason is not None) if self.markers else Thought("", text)
         if thought.answer is None:
             return Parsed("", [], reasoning=thought.reasoning, start=thought.start)
@@ -102,10 +103,16 @@ class Reply:
         return parsed._replace(calls=calls, reasoning=thought.reasoning, start=thought.start)
 
     async def reasoning_tokens(self, server: Server, request: Request, sample: CompletionOutput) -> int:
-        """Number of the tokens in front of the answer."""
-        if not self.markers or not (start := self.read(sample.text, sample.finish_reason).start):
+        """Number of the tokens of the reasoning."""
+        if self.markers is None:
             return 0
-        return await asyncio.to_thread(tokens_before, start, server, request, sample)  # many take a while
+        end = self.markers.reasoning_end(self._unended(sample.text), sample.finish_reason is not None)
+        return await asyncio.to_thread(tokens_before, end, server, request, sample) if end else 0
+
+    def _unended(self, text: str) -> str:
+        for token in self.ending:
+            text = text.removesuffix(token)
+        return text
 
     def _parsed(self, text: str, finish_reason: str | None) -> Parsed:
         if self.parser is None:
@@ -135,14 +142,24 @@ def reply_for(
     server: Server, use: ToolUse, body: Calling, request: Request, markers: ReasoningMarkers | None
 ) -> Reply:
     """A reader of the replies to a request.  markers: of their reasoning."""
-    if markers is not None:
-        markers = markers.behind(request.prompt or "") if body.separate_reasoning is not False else None
+    parser = server.tool_parser if use.tools else None
+    separate = body.separate_reasoning is not False
+    markers = markers_of(parser, markers, request.prompt or "") if separate else None
     if not (use.tools or markers):
         return Reply(None)
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
-    ending = frozenset(token for token in special if token)
-    parser = server.tool_parser if use.tools else None
+    own = CLOSINGS if isinstance(markers, HarmonyMarkers) else ()  # which say that a message is complete
+    ending = frozenset(token for token in special if token and token not in own)
     return Reply(parser, use, ending, markers)
+
+
+def markers_of(
+    parser: ToolParser | None, markers: ReasoningMarkers | None, prompt: str
+) -> ReasoningMarkers | None:
+    """The markers of a reasoning behind a prompt.  Calls in messages of gpt-oss are read with its own."""
+    if markers is None and parser is PARSERS["openai"]:
+        markers = HARMONY
+    return None if markers is None else markers.behind(prompt)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from outrider.core.logprobs import Entry
 from outrider.outputs import CompletionOutput
 from outrider.progress import Request
 from outrider.requests import Prompt
-from outrider.serve.answers import Job, name_of
+from outrider.serve.answers import Job, ids_of
 from outrider.serve.errors import ApiError
 from outrider.serve.logprobs import TextOffsets, best_tokens, bounded, prompt_logprobs, token_name
 from outrider.serve.protocol import CompletionBody
@@ -42,11 +42,11 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
     params = params_of(body, server.llm.sampling, **more)
-    id = name_of(body, "cmpl-")
+    ids = ids_of(body, "cmpl-")
     prompts = _prompts(body) if body.add_special_tokens else await asyncio.to_thread(_encoded, server, body)
-    requests = await server.read(prompts, params, id, adapter, body.priority, body.cache_salt)
+    requests = await server.read(prompts, params, ids.own, adapter, body.priority, body.cache_salt)
     made = Completion(server, body, requests)
-    return Job(server, body, id, "text_completion", "text_completion", requests, made)
+    return Job(server, body, ids.shown, "text_completion", "text_completion", requests, made)
 
 
 def _candidates(body: CompletionBody) -> int:

@@ -10,6 +10,8 @@ There are no line breaks between messages; the prompt ends with the first `<|sta
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 from outrider.core.reasoning import ReasoningMarkers, Thought, without_beginning
@@ -18,30 +20,51 @@ from outrider.serve.tool_calls import Pieces, ToolCall, Tools, end_of
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 CALL, MESSAGE, CALLED = "<|channel|>commentary to=functions.", "<|message|>", "<|call|>"
 FUNCTIONS = "functions."
-# The recipient may be in front of the channel, too.
+OPENINGS = ("<|channel|>", "<|start|>assistant")
+# The recipient may be in front of the channel, too.  Possessive: a text without a head takes linear time.
 HEAD = re.compile(
-    r"\s*(?:<\|start\|>assistant)?([^<]*)<\|channel\|>(\w+)([^<]*)(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"\s*+(?:<\|start\|>assistant)?([^<]*+)<\|channel\|>(\w++)([^<]*+)"
+    r"(?:<\|constrain\|>[^<]*+)?<\|message\|>"
+)
+# of a text that ended within its head, which may begin in the prompt
+CUT_HEAD = re.compile(
+    r"\s*+(?:<\|start\|>(?:assistant)?)?+(?:\s*to=functions\.[^<]*+)?"
+    r"(?:<\|channel\|>[^<]*+(?:<\|constrain\|>[^<]*+)?+(?:<[|a-z]*+)?)?"
 )
 RECIPIENT = re.compile(r"to=(\S+)")
 CLOSING = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)")
 CLOSINGS = ("<|end|>", CALLED, "<|return|>", "<|start|>")
-NAMED = re.compile(r"([\w.-]+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>\s*")
+NAMED = re.compile(r"([\w.-]++)[^<]*+(?:<\|constrain\|>[^<]*+)?<\|message\|>\s*+")
 
 
 class Message(NamedTuple):
-    """recipient: functions.NAME of a call, otherwise mostly none.  start: of the content in the text."""
+    """recipient: functions.NAME of a call, otherwise mostly none.
+
+    start: of the content in the text.  end: of the message with its closing marker, if it is closed.
+    """
 
     channel: str
     recipient: str
     content: str
     start: int
+    end: int
+    closed: bool
+
+    @property
+    def is_call(self) -> bool:
+        return self.recipient.startswith(FUNCTIONS)
+
+    @property
+    def is_thought(self) -> bool:
+        return self.channel == "analysis" and not self.is_call
 
     @property
     def in_answer(self) -> str:
         """The message in the answer to a user; a call in one spelling."""
-        if not self.recipient.startswith(FUNCTIONS):
+        if not self.is_call:
             return self.content
-        return f"{CALL}{self.recipient.removeprefix(FUNCTIONS)}{MESSAGE}{self.content}"
+        name = self.recipient.removeprefix(FUNCTIONS)
+        return f"{CALL}{name}{MESSAGE}{self.content}{CALLED if self.closed else ''}"
 
 
 def messages(text: str, finished: bool) -> list[Message]:
@@ -56,33 +79,62 @@ def messages(text: str, finished: bool) -> list[Message]:
         if closing is None and not finished:
             content = min((without_beginning(content, marker) for marker in CLOSINGS), key=len)
         recipient = RECIPIENT.search(f"{head[1]} {head[3]}")
-        found.append(Message(head[2], recipient[1] if recipient else "", content, head.end()))
+        at = closing.end() if closing else len(text)
+        name = recipient[1] if recipient else ""
+        found.append(Message(head[2], name, content, head.end(), at, closing is not None))
         if closing is None:
             break
-        at = closing.end()
     return found
 
 
 class HarmonyMarkers(ReasoningMarkers):
-    """Reasoning is what is on the channel `analysis`; other messages are the answer."""
+    """Reasoning is what is on the channel `analysis` in front of the first other message.
+
+    The messages on other channels are the answer.  Thoughts between them are left out: reasoning that has
+    ended does not go on.
+    """
 
     def split(self, text: str, finished: bool) -> Thought:
-        opening = "" if self.begin else ANALYSIS  # is in the prompt
-        found = messages(opening + text, finished)
+        opening, found = self._messages(text, finished)
         if not found:
-            waits = not finished and (not text.strip() or text.lstrip().startswith("<"))
-            return Thought("", None if waits else text)
-        thoughts, answers = list[str](), list[Message]()
-        for message in found:
-            if message.channel == "analysis" and not message.recipient.startswith(FUNCTIONS):
-                thoughts.append(message.content.strip())
-            else:
-                answers.append(message)
-        reasoning = "\n".join(filter(None, thoughts))
+            return Thought("", None if _is_head(text, finished) else _unclosed(text))
+        thoughts = "\n".join(filter(None, (message.content.strip() for message in _thoughts(found))))
+        answers = [message for message in found if not message.is_thought]
         if not answers:
-            return Thought(reasoning, None, len(text))
+            return Thought(thoughts, None, len(text))
         answer = "\n".join(message.in_answer for message in answers)
-        return Thought(reasoning, answer, answers[0].start - len(opening))
+        return Thought(thoughts, answer, answers[0].start - opening)
+
+    def reasoning_end(self, text: str, finished: bool) -> int:
+        opening, found = self._messages(text, finished)
+        thoughts = _thoughts(found)
+        return thoughts[-1].end - opening if thoughts else 0
+
+    def _messages(self, text: str, finished: bool) -> tuple[int, list[Message]]:
+        """The messages, and the length of the head that is in the prompt."""
+        opening = "" if self.begin else ANALYSIS
+        return len(opening), messages(opening + text, finished)
+
+
+def _thoughts(found: Iterable[Message]) -> list[Message]:
+    """The thoughts in front of the first other message."""
+    return list(takewhile(lambda message: message.is_thought, found))
+
+
+def _unclosed(text: str) -> str:
+    """A text that is no message without the token that ended it."""
+    for closing in CLOSINGS:
+        text = text.removesuffix(closing)
+    return text
+
+
+def _is_head(text: str, finished: bool) -> bool:
+    """Whether a text without a message is the beginning of one's head, or may become it."""
+    begun, recipient = text.lstrip(), f"to={FUNCTIONS}"
+    if finished:
+        within_marker = len(begun) > 1 and any(marker.startswith(begun) for marker in OPENINGS)
+        return within_marker or (bool(begun) and CUT_HEAD.fullmatch(text) is not None)
+    return begun.startswith(("<", recipient)) or recipient.startswith(begun)
 
 
 HARMONY = HarmonyMarkers(ANALYSIS, FINAL)
@@ -94,11 +146,13 @@ def read_calls(text: str, _: Tools) -> Pieces:
     for part in text.split(CALL)[1:]:
         if (named := NAMED.match(part)) is None:
             continue
-        arguments = part[named.end() :]
+        arguments, closed, rest = part[named.end() :].partition(CALLED)
+        if closed and not arguments:
+            arguments = "{}"
         end = end_of(arguments)
         if end is None:
             pieces.append(ToolCall(named[1], arguments, False))
         else:
-            rest = arguments[end:].strip().removeprefix(CALLED).removeprefix("<|start|>assistant")
-            pieces += [ToolCall(named[1], arguments[:end]), rest]
+            pieces += [ToolCall(named[1], arguments[:end]), arguments[end:]]
+        pieces.append(rest.strip().removeprefix("<|start|>assistant"))
     return pieces

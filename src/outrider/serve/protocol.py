@@ -64,9 +64,18 @@ EMPTY = {"functions", "kv_transfer_params", "logits_processors", "media_io_kwarg
 CURES = {"use_beam_search": BEAMS, "length_penalty": BEAMS, "early_stopping": BEAMS}
 
 
+# header of a request that a router may repeat: with it, the ids of its parts are the same again
+ATTEMPT = "x-outrider-attempt"
+
+
+def is_id(header: str) -> bool:
+    """Whether a header gives an id."""
+    return re.fullmatch(r"[!-~]{1,200}", header) is not None
+
+
 def id_of(header: str) -> str:
-    """The id that a header X-Request-Id gives a request, or a random one."""
-    return header if re.fullmatch(r"[!-~]{1,200}", header) else uuid4().hex
+    """The id that a header gives, or a random one."""
+    return header if is_id(header) else uuid4().hex
 
 
 class Body(BaseModel):

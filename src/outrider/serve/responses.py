@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
-from outrider.serve.answers import name_of, now
+from outrider.serve.answers import ids_of, now
 from outrider.serve.chat import Reply, of_effort, reply_for
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.items import chat_tools, messages_of
@@ -58,10 +58,10 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
         tools=use.tools or None,
         chat_template_kwargs=of_effort(_effort(body)),
     )
-    id = name_of(body, "resp_")
-    (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
+    ids = ids_of(body, "resp_")
+    (request,) = await server.read([prompt], params, ids.own, adapter, body.priority, body.cache_salt)
     reply = reply_for(server, use, body, request, server.reasoning)
-    made = Responses(server, body, id, now(), [request], reply)
+    made = Responses(server, body, ids.shown, now(), [request], reply)
     if with_logprobs:
         made.logprobs = MessageLogprobs(
             server.reader, body.top_logprobs or 0, request.params.skip_special_tokens
@@ -107,7 +107,7 @@ class Responses:
     items: OutputItems = field(init=False)
 
     def __post_init__(self) -> None:
-        self.items = OutputItems(self.id)
+        self.items = OutputItems(self.requests[0].id)
 
     async def response(self) -> dict[str, Any]:
         """The whole response."""

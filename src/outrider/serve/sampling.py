@@ -12,6 +12,7 @@ from outrider.core.reasoning import ReasoningMarkers
 from outrider.errors import RequestError
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.harmony import HarmonyMarkers
+from outrider.serve.messages.protocol import MessagesBody
 from outrider.serve.protocol import Classic, ResponseFormat, ResponsesBody, Sampling
 
 # parameters that a body has under the same name, but not with the same meaning
@@ -28,6 +29,8 @@ GUIDED = {
 }
 # parameters of the engine that bodies have under other names
 FIELDS = {"draft_method": "speculation.method", "lora_request": "model"}
+# fields of chats that /v1/messages has under other names
+MESSAGE_FIELDS = {"response_format": "output_config.format", "reasoning_effort": "output_config.effort"}
 PROMPTS = ("prompt", "messages", "input")
 
 
@@ -53,7 +56,7 @@ def params_of(
         given["prediction"] = body.prediction.text if body.prediction is not None else None
     forms = _forms(body)
     if form:
-        forms["text.format" if _has_format(body) else "tool_choice"] = dict(form)
+        forms[_format_field(body) or "tool_choice"] = dict(form)
     if len(forms) > 1:
         names = " and ".join(forms)
         raise ApiError(
@@ -121,16 +124,27 @@ def field_of(body: Sampling, param: str | None) -> str | None:
     if name in PROMPTS:
         found = next(field for field in PROMPTS if field in known)
     elif name == "structured_outputs":
-        found = next(iter(_forms(body)), "text.format" if _has_format(body) else "tools")
+        found = next(iter(_forms(body)), _format_field(body) or "tools")
     if found.partition(".")[0] not in known:
         return None
     return param if found == name else found
 
 
-def _has_format(body: Sampling) -> bool:
-    """Whether the output of a response is constrained by text.format, not by a tool_choice."""
+def _format_field(body: Sampling) -> str | None:
+    """The field that constrains the output of a response or a message; None if a tool_choice may do so."""
+    if isinstance(body, MessagesBody):
+        config = body.output_config
+        return MESSAGE_FIELDS["response_format"] if config is not None and config.format is not None else None
     format = body.text.format if isinstance(body, ResponsesBody) and body.text is not None else None
-    return format is not None and format.get("type") != "text"
+    return "text.format" if format is not None and format.get("type") != "text" else None
+
+
+def rename_fields(error: ApiError) -> None:
+    """Give the fields in a refusal of a chat the names that they have in a body of /v1/messages."""
+    for name, own in MESSAGE_FIELDS.items():
+        error.message = error.message.replace(name, own)
+        if error.param == name:
+            error.param = own
 
 
 def of_format(format: ResponseFormat) -> dict[str, Any] | None:

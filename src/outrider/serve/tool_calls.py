@@ -94,7 +94,7 @@ class ToolParser:
 
 
 def _joined(content: str, pieces: Pieces) -> Parsed:
-    """Calls, and the content in front of them with the texts behind them."""
+    """Calls, and the content in front of them with the other texts."""
     calls, before, lead = list[ToolCall](), 0, len(content)
     for piece in pieces:
         if isinstance(piece, ToolCall):
@@ -102,6 +102,7 @@ def _joined(content: str, pieces: Pieces) -> Parsed:
         elif part := piece.strip():
             before = before if content else len(calls)
             content += f"\n{part}" if content else part
+            lead = lead if calls else len(content)
     return Parsed(content, calls, before, lead=lead)
 
 

@@ -34,6 +34,8 @@ def read_xml(text: str, tools: Tools) -> Pieces:
     """The calls of a text, and what is between them.  A parameter may contain any tag but its own end."""
     pieces: Pieces = []
     head = _head(text, 0, tools)
+    if head is not None:
+        pieces.append(text[: head.start()].removeprefix("<tool_call>"))  # of tags that call no tool
     while head is not None:
         values, at = _parameters(text, head.end())
         end = END.match(text, at)

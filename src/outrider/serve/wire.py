@@ -51,7 +51,7 @@ class StrictRoute(APIRoute):
         return strict
 
 
-def strict_json(text: bytes) -> Any:
+def strict_json(text: str | bytes) -> Any:
     """The value of a JSON text.  Raises JSONDecodeError, also for numbers that are not finite."""
     try:
         return json.loads(text, parse_constant=_refused, parse_float=_finite)

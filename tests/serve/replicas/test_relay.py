@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.serve.errors import ApiError
+from outrider.serve.protocol import ATTEMPT
 from outrider.serve.replicas import relay
 from outrider.serve.replicas.relay import Answer, NotReached, Question, Relay, ReplicaLost
 from outrider.serve.wire import DONE, event
@@ -213,6 +214,20 @@ def test_a_request_gets_a_seed_and_an_id_once(given: bytes, generates: bool) -> 
     known = json.loads(given)
     assert isinstance(made["seed"], int) and made["request_id"]
     assert {name: made[name] for name in known} == known
+
+
+def test_a_request_that_a_header_names_has_an_own_id_for_its_attempts() -> None:
+    """The replica makes the ids of the parts from it, so a repeated request has them again."""
+    given = [("X-Request-Id", "trace-1"), (ATTEMPT.title(), "of a client")]
+    questions = [Question.of("POST", "/v1/completions", given, b'{"prompt": "x"}') for _ in range(2)]
+    for question in questions:
+        assert "request_id" not in json.loads(question.body)
+        assert question.headers[0] == given[0] and question.headers[1][0] == ATTEMPT
+    assert len({question.headers[1][1] for question in questions}) == 2
+    question = Question.of("POST", "/v1/completions", given, b'{"prompt": "x", "request_id": "a"}')
+    assert question.headers == (given[0],) and json.loads(question.body)["request_id"] == "a"
+    odd = Question.of("POST", "/v1/completions", [("X-Request-Id", "a b")], b'{"prompt": "x"}')
+    assert json.loads(odd.body)["request_id"]
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,23 @@ def test_what_changes_the_prompt_changes_all_blocks() -> None:
         ("model", "adapter"),
         ("tools", [{"type": "function"}]),
         ("instructions", "Be brief"),
+        ("system", "Be brief"),
     ):
         assert not {*blocks_of(body)} & {*blocks_of({**body, field_: value})}
+
+
+def test_a_system_prompt_has_blocks_without_what_is_new_in_every_request() -> None:
+    def keys(cch: str, whole: bool) -> list[int]:
+        billed, text = f"x-anthropic-billing-header: cch={cch};", "You are patient. " * 50
+        texts = [f"{billed}\n{text}"] if whole else [billed, text]
+        system = [{"type": "text", "text": each} for each in texts]
+        given = texts[0] if whole else system
+        return blocks_of({"system": given, "messages": [{"role": "user", "content": "Hello"}]})
+
+    for whole in (True, False):
+        assert keys("a" * 5, whole) == keys("b" * 9, whole) and len(keys("a", whole)) > 10
+    for odd in (5, [5], [{"text": 5}], {}):
+        assert isinstance(blocks_of({"system": odd, "messages": [{}]}), list)
 
 
 def test_prompts_of_text_and_of_tokens_have_blocks() -> None:

@@ -195,10 +195,8 @@ class GrammarState:
         if self.matcher.is_error() and self._begin_again():
             mask = self._masked(ids)
         if self.matcher.is_error():
-            self.fault, self.matcher = (
-                too_complex(self.matcher),
-                None,
-            )  # what it holds is large, and the row goes later
+            self.fault = too_complex(self.matcher)
+            self.matcher = None  # what it holds is large, and the row goes later
             raise self.fault
         return mask
 

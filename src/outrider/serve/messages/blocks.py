@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from outrider.serve.answers import derived
 from outrider.serve.tool_calls import Parsed
+from outrider.serve.wire import dumps, strict_json
 
 Event = dict[str, Any]
 # type of a block -> type of its deltas, and the field of their text
@@ -21,11 +22,24 @@ DELTAS = {
 
 
 class Piece(NamedTuple):
-    """What a block holds so far.  text: of a call its arguments, a JSON text.  name: of a call."""
+    """What a block holds so far.
+
+    text: of a call its arguments, a JSON text.  name: of a call.  complete: False for a call that was cut.
+    """
 
     kind: str
     text: str
     name: str = ""
+    complete: bool = True
+
+
+def content_of(id: str, parsed: Parsed) -> list[dict[str, Any]]:
+    """The blocks of a message that has ended.  id: from which those of its calls follow."""
+    blocks = []
+    for place, piece in enumerate(_pieces(parsed, True)):
+        given = object_of(piece.text, piece.complete) if piece.kind == "tool_use" else {}
+        blocks.append(_block(id, place, piece, given))
+    return blocks
 
 
 @dataclass
@@ -47,7 +61,8 @@ class ContentBlocks:
                 if place:
                     yield from self._closed(place - 1)
                 self.pieces.append(piece._replace(text=""))
-                yield {"type": "content_block_start", "index": place, "content_block": self._block(place, {})}
+                block = _block(self.id, place, self.pieces[place], {})
+                yield {"type": "content_block_start", "index": place, "content_block": block}
             if new := piece.text[len(self.pieces[place].text) :]:
                 self.pieces[place] = piece
                 kind, name = DELTAS[piece.kind]
@@ -55,30 +70,27 @@ class ContentBlocks:
         if ended and self.pieces:
             yield from self._closed(len(self.pieces) - 1)
 
-    def content(self) -> list[dict[str, Any]]:
-        """The blocks of a message that has ended."""
-        return [self._block(place, object_of(piece.text)) for place, piece in enumerate(self.pieces)]
-
-    def _block(self, place: int, given: dict[str, Any]) -> dict[str, Any]:
-        """A block.  given: the input of a call."""
-        kind, text, name = self.pieces[place]
-        if kind == "tool_use":
-            id = derived("toolu_", f"{self.id}/{place}")
-            return {"type": kind, "id": id, "name": name, "input": given}
-        if kind == "thinking":
-            return {"type": kind, "thinking": text, "signature": self._signature(text)}
-        return {"type": kind, "text": text}
-
     def _closed(self, place: int) -> Iterator[Event]:
-        kind, text, _ = self.pieces[place]
-        if kind == "thinking":
-            delta = {"type": "signature_delta", "signature": self._signature(text)}
+        piece = self.pieces[place]
+        if piece.kind == "thinking":
+            delta = {"type": "signature_delta", "signature": _signature(self.id, piece.text)}
             yield {"type": "content_block_delta", "index": place, "delta": delta}
         yield {"type": "content_block_stop", "index": place}
 
-    def _signature(self, text: str) -> str:
-        """A mark of a block that is complete, which clients send back.  It is not checked."""
-        return derived("", self.id) if text else ""
+
+def _block(id: str, place: int, piece: Piece, given: dict[str, Any]) -> dict[str, Any]:
+    """A block of the message with this id.  given: the input of a call."""
+    if piece.kind == "tool_use":
+        own = derived("toolu_", f"{id}/{place}")
+        return {"type": piece.kind, "id": own, "name": piece.name, "input": given}
+    if piece.kind == "thinking":
+        return {"type": piece.kind, "thinking": piece.text, "signature": _signature(id, piece.text)}
+    return {"type": piece.kind, "text": piece.text}
+
+
+def _signature(id: str, text: str) -> str:
+    """A mark of a block that is complete, which clients send back.  It is not checked."""
+    return derived("", id) if text else ""
 
 
 def _pieces(parsed: Parsed, ended: bool) -> list[Piece]:
@@ -86,16 +98,20 @@ def _pieces(parsed: Parsed, ended: bool) -> list[Piece]:
     lead = parsed.content[: parsed.lead] if parsed.calls else parsed.content
     made = [Piece("thinking", parsed.reasoning)] if parsed.reasoning else []
     made += [Piece("text", lead)] if lead else []
-    made += [Piece("tool_use", call.arguments, call.name) for call in parsed.calls]
+    made += [Piece("tool_use", call.arguments, call.name, call.complete) for call in parsed.calls]
     if ended and (rest := parsed.content[len(lead) :].lstrip()):
         made.append(Piece("text", rest))
     return made
 
 
-def object_of(text: str) -> dict[str, Any]:
-    """The object of a JSON text; of one that was cut off, what is there."""
+def object_of(text: str, complete: bool) -> dict[str, Any]:
+    """The object of a JSON text; of one that was cut off, what is there.
+
+    Empty if the text has no object, or one that a response cannot have: with a number that is not finite.
+    """
     try:
-        value = from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
-    except ValueError:
+        value = strict_json(text) if complete else from_json(text, allow_partial="trailing-strings")
+        dumps(value)  # a number of a cut text may be infinite, or longer than Python writes
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -10,13 +10,13 @@ from typing import Any
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.requests import Reader
-from outrider.serve.answers import name_of
+from outrider.serve.answers import ids_of
 from outrider.serve.chat import Chat, chat_of, conversation_of
-from outrider.serve.errors import api_error
-from outrider.serve.messages.blocks import ContentBlocks
+from outrider.serve.errors import ApiError, api_error
+from outrider.serve.messages.blocks import ContentBlocks, content_of
 from outrider.serve.messages.protocol import CountBody, MessagesBody
 from outrider.serve.messages.translation import chat_body
-from outrider.serve.sampling import naming
+from outrider.serve.sampling import naming, rename_fields
 from outrider.serve.state import Server
 from outrider.serve.tool_calls import Parsed
 from outrider.serve.tool_choice import ToolUse
@@ -26,9 +26,13 @@ from outrider.serve.wire import event
 
 async def message_job(server: Server, body: MessagesBody) -> Messages:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
-    id = name_of(body, "msg_")
-    chat = await chat_of(server, chat_body(body), id)
-    return Messages(server, body, id, [chat.request], chat)
+    ids = ids_of(body, "msg_")
+    try:
+        chat = await chat_of(server, chat_body(body), ids.own)
+    except ApiError as error:
+        rename_fields(error)
+        raise
+    return Messages(server, body, ids.shown, [chat.request], chat)
 
 
 def count_of(server: Server, body: CountBody, reader: Reader) -> dict[str, Any]:
@@ -51,16 +55,16 @@ class Messages:
     blocks: ContentBlocks = field(init=False)
 
     def __post_init__(self) -> None:
-        self.blocks = ContentBlocks(self.id)
+        self.blocks = ContentBlocks(self.requests[0].id)
 
     async def response(self) -> dict[str, Any]:
         """The whole message."""
         (output,) = await self.server.outputs(self.requests)
         (sample,) = output.outputs
         parsed = self._parsed(sample)
-        list(self.blocks.grow(parsed, True))  # its events are for streams
         usage = await self._usage(output)
-        made = {**self._head(usage), "content": self.blocks.content(), **self._end(sample, parsed)}
+        content = content_of(self.blocks.id, parsed)
+        made = {**self._head(usage), "content": content, **self._end(sample, parsed)}
         return {**made, **self._speculation(output)}
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from outrider.serve.errors import ApiError
+from outrider.serve.messages.billing import unbilled
 from outrider.serve.messages.protocol import ConversationBody, MessagesBody
 from outrider.serve.protocol import ChatBody, JsonSchema, ResponseFormat, Sampling
 from outrider.serve.wire import dumps
 
-# A line of Claude Code that is new in every request: with it, no prefix would be cached.
-BILLING = "x-anthropic-billing-header"
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}  # type of a tool_choice -> that of a chat
 THINKS = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 IMAGES = ("image", "document")
@@ -21,7 +22,8 @@ def chat_body(body: ConversationBody) -> ChatBody:
     """The same request for /v1/chat/completions.  Raises ApiError naming the place at fault."""
     messages = _system(body.system)
     for i, message in enumerate(body.messages):
-        messages += _messages(message, i)
+        for made in _messages(message, i):
+            _add(messages, made)
     choice = body.tool_choice or {}
     given: dict[str, Any] = {
         "messages": messages,
@@ -43,14 +45,37 @@ def chat_body(body: ConversationBody) -> ChatBody:
         given |= {name: getattr(body, name) for name in Sampling.model_fields}
         given |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
         given |= {"stream": body.stream, "seed": body.seed}
-    return ChatBody(**given)
+    try:
+        return ChatBody(**given)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise ApiError(400, f"{place}: {fault['msg']}", place) from error
 
 
 def _system(given: str | Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
     """The system message, if there is one."""
     texts = [given] if isinstance(given, str) else _texts(given or [], "system")
-    kept = [text for text in texts if text and not text.startswith(BILLING)]
+    kept = [text for text in map(unbilled, texts) if text]
     return [{"role": "system", "content": "\n\n".join(kept)}] if kept else []
+
+
+def _add(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Add a message.  Consecutive turns of the user, or of the assistant, are one, as in Anthropic's API."""
+    last = messages[-1] if messages else {}
+    if message["role"] != last.get("role") or message["role"] not in ("user", "assistant"):
+        messages.append(message)
+    elif message["role"] == "user":
+        last["content"] = [*_parts(last["content"]), *_parts(message["content"])]
+    else:
+        texts = [text for text in (last["content"], message["content"]) if text]
+        calls = last.get("tool_calls", []) + message.get("tool_calls", [])
+        thoughts = [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]
+        messages[-1] = _turn(texts, thoughts, calls)
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _messages(message: Mapping[str, Any], i: int) -> list[dict[str, Any]]:
@@ -64,6 +89,8 @@ def _messages(message: Mapping[str, Any], i: int) -> list[dict[str, Any]]:
     blocks = _blocks(content, place)
     if role == "assistant":
         return [_reply(blocks, place)]
+    if not blocks:
+        raise ApiError(400, f"{place} must not be empty.", place)
     made: list[dict[str, Any]] = []
     for k, block in enumerate(blocks):
         at = f"{place}.{k}"
@@ -87,6 +114,11 @@ def _reply(blocks: Iterable[Mapping[str, Any]], place: str) -> dict[str, Any]:
             thoughts.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
             texts.append(_text(block, f"{place}.{k}"))
+    return _turn(texts, thoughts, calls)
+
+
+def _turn(texts: Sequence[str], thoughts: Sequence[str], calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A message of the assistant."""
     made: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) or (None if calls else "")}
     if any(thoughts):
         made["reasoning_content"] = "\n".join(thoughts)
@@ -153,7 +185,7 @@ def _choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
     kind = choice.get("type")
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}
-    if choice and kind not in CHOICES:
+    if choice and (not isinstance(kind, str) or kind not in CHOICES):
         raise ApiError(
             400, 'tool_choice must have the type "auto", "any", "none", or "tool" with a name.', "tool_choice"
         )
@@ -165,6 +197,6 @@ def _thinking(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
     if thinking is None:
         return {}
     kind = thinking.get("type")
-    if kind not in THINKS:
+    if not isinstance(kind, str) or kind not in THINKS:
         raise ApiError(400, f"thinking.type must be one of {', '.join(THINKS)}, got {kind!r}.", "thinking")
     return {"enable_thinking": THINKS[kind]}

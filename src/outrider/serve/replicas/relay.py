@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Protocol
+from uuid import uuid4
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.errors import shortened
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.guard import GENERATING
-from outrider.serve.protocol import MOST_SAMPLES, id_of
+from outrider.serve.protocol import ATTEMPT, MOST_SAMPLES, is_id
 from outrider.serve.replicas.replay import Replay
 from outrider.serve.replicas.routing import blocks_of
 from outrider.serve.wire import DONE, Events, dumps, strict_json, unless_left
@@ -65,7 +66,7 @@ class Question:
     @staticmethod
     def of(method: str, target: str, headers: Collection[tuple[str, str]], body: bytes) -> Question:
         """A request of a client, with a seed and an id if it generates."""
-        kept = tuple((name, value) for name, value in headers if name.lower() not in NOT_COPIED)
+        kept = tuple((name, value) for name, value in headers if name.lower() not in {*NOT_COPIED, ATTEMPT})
         if method != "POST" or target.partition("?")[0] not in GENERATING:
             return Question(method, target, kept, body)
         try:
@@ -77,8 +78,11 @@ class Question:
         seed = given.get("seed")
         if seed is None or (type(seed) is int and seed == -1):  # a random one
             given["seed"] = secrets.randbits(62)
-        if given.get("request_id") is None:
-            given["request_id"] = id_of({name.lower(): value for name, value in kept}.get("x-request-id", ""))
+        named = is_id({name.lower(): value for name, value in kept}.get("x-request-id", ""))
+        if given.get("request_id") is None and named:
+            kept += ((ATTEMPT, uuid4().hex),)
+        elif given.get("request_id") is None:
+            given["request_id"] = uuid4().hex
         prompt, n = given.get("prompt"), given.get("best_of") or given.get("n")
         prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
         samples = prompts * (min(n, MOST_SAMPLES) if isinstance(n, int) else 1)

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.serve.messages.billing import unbilled
 from outrider.serve.wire import dumps
 
 BLOCK_CHARACTERS = 64
@@ -30,7 +31,6 @@ BEFORE = (
     "reasoning_effort",
     "documents",
     "instructions",
-    "system",
     "thinking",
     "output_config",
     "chat_template",
@@ -48,11 +48,21 @@ def blocks_of(body: Mapping[str, Any]) -> list[int]:
     if isinstance(given, list) and given and isinstance(given[0], int):
         units, size = given, BLOCK_TOKENS
     elif isinstance(given, list):
-        units = "".join(map(dumps, given))
+        units = _system(body.get("system")) + "".join(map(dumps, given))
     keys = [hash(dumps([body.get(name) for name in BEFORE]))]
     for start in range(0, len(units) - size + 1, size):
         keys.append(hash((keys[-1], repr(units[start : start + size]))))
     return keys[1:]
+
+
+def _system(given: Any) -> str:
+    """The system prompt of a message, as JSON, without what is new in every request."""
+    if given is None:
+        return ""
+    if not isinstance(given, list):
+        return dumps(unbilled(given) if isinstance(given, str) else given)
+    texts = [block.get("text") if isinstance(block, dict) else block for block in given]
+    return dumps([unbilled(text) if isinstance(text, str) else text for text in texts])
 
 
 class Prefixes:
