@@ -198,7 +198,7 @@ class Logitspec(TextDrafter):
 
 
 def _first(text: Sequence[int], size: int, ends: LastEnds, runners_up: Sequence[int]) -> Iterator[Candidate]:
-    """Candidates after the first `size` tokens of a text: what followed the last match, and the runners-up."""
+    """Candidates after the first `size` tokens of a text: what followed the last match; the runners-up."""
     last, before = text[size - 1], text[size - 2] if size > 1 else None
     length, place = ends.after(before, last)
     matched = -1

@@ -208,8 +208,8 @@ def _check(kind: Any, config: Any, tensors: Mapping[str, Tensor], at: str) -> No
     wanted = sum(weight.numel() for name, weight in model.named_parameters() if name.startswith(at))
     if wanted > (held := sum(tensor.numel() for tensor in tensors.values())) + SLACK:
         raise ModelError(
-            f"layers of {kind.__name__} have {wanted:,} weights by the config, and the file has {held:,}: one "
-            "of its sizes is wrong."
+            f"layers of {kind.__name__} have {wanted:,} weights by the config, and the file has {held:,}: "
+            "one of its sizes is wrong."
         )
 
 
