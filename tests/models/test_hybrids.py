@@ -15,7 +15,9 @@ from toys import read
 
 from outrider.cache.pages import Cache
 from outrider.core.recurrent import RecurrentRows, Replay
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
+from outrider.heads.sample import read_states
 from outrider.models.fallback.model import Fallback
 from outrider.models.fallback.recurrent import path_of
 from outrider.models.selftest import bit_exact
@@ -81,6 +83,19 @@ def test_states_between_the_layers_are_those_of_transformers(pair: tuple[Any, Fa
     states = read(ours, tokens, range(layers + 1)).states
     for layer in range(layers):
         assert torch.allclose(states[layer], expected[layer][0].float(), rtol=1e-3, atol=5e-3)
+
+
+@torch.inference_mode()
+def test_states_of_texts_read_together_are_those_of_each(
+    pair: tuple[Any, Fallback], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 16 tokens end within texts, which go on from their own recurrent states."""
+    monkeypatch.setattr("outrider.heads.sample.HOST_CHUNK", 16)
+    ours, texts = pair[1], prompts()
+    together = read_states(ours, texts, (FINAL,))[FINAL]
+    each = torch.cat([read_states(ours, [text], (FINAL,))[FINAL] for text in texts])
+    assert torch.allclose(together, each, rtol=1e-4, atol=1e-4)
+    assert torch.equal(together, each) or not ours.exact
 
 
 def test_bfloat16(tmp_path: Path) -> None:
