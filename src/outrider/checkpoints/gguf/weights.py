@@ -30,7 +30,7 @@ class GgufWeights:
             log.warning("%s: tensors of type %s are expanded, which takes more memory", file.path, names)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the file has the tensor, whatever its shape: `get` and `linear` check it."""
+        """Whether the file has the tensor; `get` and `linear` check its shape."""
         return self._stored(name)[0] in self.file.tensors
 
     def get(self, name: str, *shape: int) -> Tensor:
