@@ -66,7 +66,7 @@ class JoinedExperts:
         self.layer_of = {name: name for name in packed}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the files have the tensor, whatever its shape: `get` and `linear` check it."""
+        """Whether the files have the tensor; `get` and `linear` check its shape."""
         if router := ROUTER.fullmatch(name):
             name = f"{router[1]}.router.{router[2]}"
         if expert := OF_EXPERT.fullmatch(name):
