@@ -121,6 +121,9 @@ def test_c_refuses_what_it_cannot_read() -> None:
     with pytest.raises(ValueError, match="must be a multiple of those of the keys"):
         wide = torch.randn(2, 3, 4)
         recurrence.gated_delta(wide, wide, x, gates, gates, path, states)
+    with pytest.raises(ValueError, match="a state has 1 to 512 dimensions"):
+        long = torch.randn(2, 2, 513)
+        recurrence.gated_delta(long, long, x, gates, gates, path, torch.zeros(4, 2, 4, 513))
     with pytest.raises(ValueError, match="tails has shape"):
         recurrence.short_conv(x[:, 0], torch.rand(4, 4), None, None, path, torch.zeros(4, 2, 4))
 

@@ -45,6 +45,17 @@ def theirs(folder: str) -> torch.Tensor:
     return found
 
 
+def changed(source: str, folder: Path, name: str, change: Any = None) -> str:
+    """A copy of a checkpoint with one tensor of layer 1 changed, or without it."""
+    tensors, full = load_file(Path(source) / "model.safetensors"), f"model.layers.1.{name}"
+    tensor = tensors.pop(full)
+    if change is not None:
+        tensors[full] = change(tensor).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text((Path(source) / "config.json").read_text())
+    return str(folder)
+
+
 def test_numbers_are_those_of_transformers(folders: tuple[str, str]) -> None:
     """Which has the format from its publisher."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -187,8 +198,7 @@ def test_every_tensor_is_found_under_the_name_of_an_expert(folders: tuple[str, s
         assert isinstance(found, QuantizedWeight)
         assert torch.equal(found.dense(), dense.get(f"{name}.weight", outputs, inputs).float())
         assert torch.equal(packed.get(f"{name}.weight", outputs, inputs), found.dense())
-    for name in ("experts.8.up_proj.weight", "experts.8.up_proj.bias", "experts.0.up_proj.scale"):
-        assert f"model.layers.0.mlp.{name}" not in packed
+    assert "model.layers.0.mlp.experts.0.up_proj.scale" not in packed
     assert torch.equal(
         packed.get("model.layers.0.mlp.gate.bias", 8), dense.get("model.layers.0.mlp.router.bias", 8)
     )
@@ -202,6 +212,9 @@ def test_every_tensor_is_found_under_the_name_of_an_expert(folders: tuple[str, s
         ("down_proj_blocks", lambda t: t[:7], "down_proj_blocks has shape"),
         ("down_proj_scales", lambda t: t.float(), "down_proj_scales is torch.float32, not uint8"),
         ("down_proj_bias", lambda t: t.to(torch.uint8), "down_proj_bias is torch.uint8, not of floating"),
+        ("down_proj_bias", lambda t: t[:7], "down_proj_bias has shape"),
+        ("gate_up_proj_bias", lambda t: t.sum(), "gate_up_proj_bias has shape"),
+        ("gate_up_proj_blocks", lambda t: t.flatten(), "gate_up_proj_blocks has shape"),
         ("down_proj_scales", None, "no tensor '.*down_proj_scales'"),
         ("down_proj_blocks", None, "no tensor '.*down_proj'"),
     ],
@@ -209,15 +222,66 @@ def test_every_tensor_is_found_under_the_name_of_an_expert(folders: tuple[str, s
 def test_a_misshapen_tensor_is_refused_by_name(
     folders: tuple[str, str], tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
-    tensors = load_file(Path(folders[1]) / "model.safetensors")
-    full = f"model.layers.1.mlp.experts.{name}"
-    tensor = tensors.pop(full)
-    if change is not None:
-        tensors[full] = change(tensor).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text((Path(folders[1]) / "config.json").read_text())
+    model = changed(folders[1], tmp_path, f"mlp.experts.{name}", change)
     with pytest.raises(ModelError, match=message):
-        LLM(str(tmp_path))
+        LLM(model)
+
+
+@pytest.mark.parametrize("layout", ["dense", "mxfp4"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp.experts.down_proj_bias", "mlp.experts.gate_up_proj_bias", "mlp.router.bias"]
+    + [f"self_attn.{part}_proj.bias" for part in "qkvo"],
+)
+def test_a_missing_bias_is_refused_by_name(
+    folders: tuple[str, str], tmp_path: Path, name: str, layout: str
+) -> None:
+    """Without it the model would have other texts."""
+    with pytest.raises(ModelError, match=f"no tensor 'model.layers.1.{name}'"):
+        LLM(changed(folders[layout == "mxfp4"], tmp_path, name))
+
+
+def test_attention_without_biases_by_its_config(tmp_path: Path) -> None:
+    folder = oss_files.checkpoint(tmp_path, attention_bias=False)
+    assert "model.layers.0.self_attn.q_proj.bias" not in load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(logits(folder), theirs(folder), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("part", ["gate_proj.bias", "down_proj.bias", "router.bias", "q_proj.bias"])
+def test_a_gguf_file_without_a_bias_is_refused(
+    folders: tuple[str, str], tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = oss_files._parts
+
+    def without(*given: Any) -> list[Any]:
+        return [each for each in parts(*given) if not each[0].endswith(part)]
+
+    monkeypatch.setattr(oss_files, "_parts", without)
+    with pytest.raises(ModelError, match=r"has no tensor 'model.layers.0.*bias'"):
+        LLM(oss_files.in_gguf(tmp_path / "m.gguf", folders[1]))
+
+
+@pytest.mark.parametrize("change", [lambda x: x[0].copy(), lambda x: x[:7].copy()], ids=["one", "seven"])
+@pytest.mark.parametrize("part", ["down_proj.bias", "down_proj.weight"])
+def test_a_gguf_file_with_parts_of_some_experts_is_refused(
+    folders: tuple[str, str], tmp_path: Path, part: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = oss_files._parts
+
+    def fewer(*given: Any) -> list[Any]:
+        return [(n, change(x) if n.endswith(part) else x, kind) for n, x, kind in parts(*given)]
+
+    monkeypatch.setattr(oss_files, "_parts", fewer)
+    with pytest.raises(ModelError, match=rf"model.layers.0.*experts.*{part} has shape \("):
+        LLM(oss_files.in_gguf(tmp_path / "m.gguf", folders[1]))
+
+
+def test_misshapen_blocks_are_refused_in_transformers_own_code(
+    folders: tuple[str, str], tmp_path: Path
+) -> None:
+    model = changed(folders[1], tmp_path, "mlp.experts.gate_up_proj_blocks", lambda t: t.flatten())
+    with pytest.raises(ModelError, match="gate_up_proj_blocks has shape"):
+        Fallback(Checkpoint.open(model), Precision(torch.float32), torch.device("cpu"), 256)
 
 
 @pytest.mark.parametrize("value", [0, -7.0, "x", 1e9])

@@ -11,11 +11,17 @@ import pytest
 import torch
 from fallback_cases import chain, fallback, needs_c, prompts
 from hybrids import HYBRIDS, write
+from torch import nn
 from toys import read
 
 from outrider.cache.pages import Cache
+from outrider.core.device import to_device
 from outrider.core.recurrent import RecurrentRows, Replay
+from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
+from outrider.errors import ModelError
+from outrider.heads.sample import read_states
+from outrider.models.fallback import mixers
 from outrider.models.fallback.model import Fallback
 from outrider.models.fallback.recurrent import path_of
 from outrider.models.selftest import bit_exact
@@ -74,6 +80,29 @@ def test_accepted_nodes_are_replayed(pair: tuple[Any, Fallback]) -> None:
 
 
 @torch.inference_mode()
+def test_indices_of_a_step_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by every recurrence: on a GPU each is a transfer."""
+    write("qwen3.5", tmp_path)
+    ours, made = fallback(tmp_path, torch.float32), list[int]()
+    pool = ours.pool(64)
+    assert pool.states is not None and len(pool.states.states) > 1
+
+    def counting(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+        made.append(len(x))
+        return to_device(x, device)
+
+    monkeypatch.setattr("outrider.models.fallback.recurrent.to_device", counting)
+    first, second = StepInput(), StepInput()
+    first.chain(TABLE, 0, [5, 6, 7, 8])
+    first.recurrent = RecurrentRows([0], [1])
+    ours.forward(first.build(), pool)
+    second.chain(TABLE, 3, [9])
+    second.recurrent = RecurrentRows([0], [0], [Replay(0, (0,))])
+    ours.forward(second.build(), pool)
+    assert made == [2, 1], "the drafted rows of the first step, the replayed ones of the second"
+
+
+@torch.inference_mode()
 def test_states_between_the_layers_are_those_of_transformers(pair: tuple[Any, Fallback]) -> None:
     theirs, ours = pair
     tokens, layers = prompts()[-1], ours.spec.layers
@@ -83,10 +112,61 @@ def test_states_between_the_layers_are_those_of_transformers(pair: tuple[Any, Fa
         assert torch.allclose(states[layer], expected[layer][0].float(), rtol=1e-3, atol=5e-3)
 
 
+@torch.inference_mode()
+def test_states_of_texts_read_together_are_those_of_each(
+    pair: tuple[Any, Fallback], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 16 tokens end within texts, which go on from their own recurrent states."""
+    monkeypatch.setattr("outrider.heads.sample.HOST_CHUNK", 16)
+    ours, texts = pair[1], prompts()
+    together = read_states(ours, texts, (FINAL,))[FINAL]
+    each = torch.cat([read_states(ours, [text], (FINAL,))[FINAL] for text in texts])
+    assert torch.allclose(together, each, rtol=1e-4, atol=1e-4)
+    assert torch.equal(together, each) or not ours.exact
+
+
 def test_bfloat16(tmp_path: Path) -> None:
     """Its rows are the same in a chunk and in a tree, too."""
     write("granite-hybrid-rope", tmp_path, torch.bfloat16)
     assert bit_exact(fallback(tmp_path, torch.bfloat16)) or not fallback(tmp_path, torch.bfloat16).exact
+
+
+# ---- what is refused, and what is not
+
+
+def test_a_model_of_a_hybrid_family_without_recurrences(tmp_path: Path) -> None:
+    theirs = write("qwen3.5", tmp_path, layer_types=["full_attention"] * 4)
+    ours, text = fallback(tmp_path, torch.float32), prompts()[-1]
+    assert not ours.state_bytes(0)
+    expected = theirs(torch.tensor([text]), use_cache=False).logits[0].float()
+    assert (chain(ours, ours.pool(64), 0, text) - expected).abs().max() < 2e-3 * expected.std()
+
+
+def test_a_recurrence_of_an_unknown_kind_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("qwen3.5", tmp_path)
+    monkeypatch.setattr("outrider.models.fallback.mixers.RECURRENCES", {})
+    with pytest.raises(ModelError, match="recurrent state of an unknown kind"):
+        fallback(tmp_path, torch.float32)
+
+
+def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
+    write("qwen3.5", tmp_path, layer_types=["linear_attention"] * 4)
+    with pytest.raises(ModelError, match="all of its layers are recurrent"):
+        fallback(tmp_path, torch.float32)
+
+
+class Named(nn.Module):
+    """Code in which the name of a recurrence is that of a method."""
+
+    def causal_conv1d_fn(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.causal_conv1d_fn(x)
+
+
+def test_an_attribute_with_the_name_of_a_recurrence() -> None:
+    assert not mixers.route(nn.Sequential(Named(), nn.Identity()), lambda _: None)
 
 
 # ---- paths and slots

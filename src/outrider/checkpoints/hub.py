@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.checkpoints.biases import require_biases
 from outrider.checkpoints.fields import CONFIG
 from outrider.checkpoints.generation import generation_config
 from outrider.checkpoints.gguf import config as gguf_config
@@ -236,14 +237,17 @@ class Checkpoint:
         return weight + 1.0 if added else weight
 
     def tensors(self) -> Source:
+        """Raises ModelError if there are no weights, or not all biases."""
         if self.given is not None:
             return GivenWeights(self.given)
         if self.gguf is not None:
             assert isinstance(self.spec, Spec)
-            return GgufWeights(self.gguf, self.spec)
-        files = open_weights(self.folder)
-        weights = open_source(files, self.scheme)
-        return weights if self.small is None else Grown(weights, self.small)
+            source: Source = GgufWeights(self.gguf, self.spec)
+        else:
+            source = open_source(open_weights(self.folder), self.scheme)
+        if isinstance(self.spec, Spec):
+            require_biases(source, self.spec)
+        return source if self.small is None else Grown(source, self.small)
 
 
 def _spec_and_scheme(name: str, config: Any) -> tuple[Facts, Scheme | None]:

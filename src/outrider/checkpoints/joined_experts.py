@@ -8,8 +8,6 @@
     mlp.experts.gate_up_proj_bias    [E, 2 I]                 mlp.experts.e.gate_proj.bias    [I]
 
 Even outputs of gate_up_proj are the gate's, odd ones those of up_proj; down_proj is alone.
-
-A byte of blocks holds two numbers, the first one in its low bits.
 """
 
 from __future__ import annotations
@@ -68,13 +66,13 @@ class JoinedExperts:
         self.layer_of = {name: name for name in packed}
 
     def __contains__(self, name: str) -> bool:
+        """Whether the files have the tensor; `get` and `linear` check its shape."""
         if router := ROUTER.fullmatch(name):
             name = f"{router[1]}.router.{router[2]}"
         if expert := OF_EXPERT.fullmatch(name):
-            prefix, number, part, suffix = expert.groups()
+            prefix, _, part, suffix = expert.groups()
             joined = _joined(prefix, part)
-            stored = f"{joined}_bias" if suffix == "bias" else self._weight(joined)
-            return stored in self.files and int(number) < self.files.shape(stored)[0]
+            return (f"{joined}_bias" if suffix == "bias" else self._weight(joined)) in self.files
         return name in self.rest and not PART.fullmatch(name)
 
     def get(self, name: str, *shape: int) -> Tensor:
@@ -115,7 +113,7 @@ class JoinedExperts:
         if name not in self.files:
             self.files.raw(name)  # raises
         stored = self.files.shape(name)
-        if stored[1:] != shape or int(number) >= stored[0]:
+        if len(stored) != 1 + len(shape) or stored[1:] != shape or int(number) >= stored[0]:
             wanted = ", ".join(map(str, shape))
             raise ModelError(
                 f"{name} has shape {stored}, the config asks for (more than {number}, {wanted})."
@@ -147,7 +145,11 @@ class JoinedExperts:
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self.layer_of:
             return self.files.shape(name)
-        experts, outputs, groups, half = self.files.shape(f"{name}_blocks")
+        blocks = f"{name}_blocks"
+        stored = self.files.shape(blocks)
+        if len(stored) != 4:
+            raise ModelError(f"{blocks} has shape {stored}, not [experts, outputs, groups, {BLOCK // 2}].")
+        experts, outputs, groups, half = stored
         return experts, outputs, groups * half * 2
 
     def bits(self, names: Iterable[str]) -> int | None:

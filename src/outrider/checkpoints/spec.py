@@ -142,6 +142,8 @@ class DecoderVariant:
     ropes[i]:        key of layer i's set in rope_parameters; empty: there is one set for all
     sinks:           every head has an attention sink (`ScoreModifier`)
     gate_slope, gate_limit: as in `LayerExperts`
+    attention_biases, expert_biases: whether the files must have biases of q, k, v and o, and those of routers
+        and experts
     """
 
     gelu: bool = False
@@ -155,6 +157,8 @@ class DecoderVariant:
     sinks: bool = False
     gate_slope: float = 0.0
     gate_limit: float = 0.0
+    attention_biases: bool = False
+    expert_biases: bool = False
 
     @staticmethod
     def of(config: Any, kinds: Sequence[str]) -> DecoderVariant:
@@ -162,7 +166,13 @@ class DecoderVariant:
         if config.model_type == "gpt_oss":
             # older versions of transformers have the two as constants
             slope, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
-            return DecoderVariant(sinks=True, gate_slope=slope, gate_limit=limit)
+            return DecoderVariant(
+                sinks=True,
+                gate_slope=slope,
+                gate_limit=limit,
+                attention_biases=bool(getattr(config, "attention_bias", True)),
+                expert_biases=True,
+            )
         if not config.model_type.startswith("gemma"):
             return DecoderVariant()
         scale = config.hidden_size**0.5

@@ -14,6 +14,7 @@ from torch import Tensor
 from outrider.checkpoints.spec import Spec
 from outrider.core.device import to_device
 from outrider.core.ragged import Ragged
+from outrider.core.recurrent import RecurrentRows
 from outrider.core.step_input import StepInput
 from outrider.heads.parts import soft_cross_entropy
 from outrider.models.base import Model
@@ -167,18 +168,25 @@ def read_states(model: Model, texts: Sequence[Sequence[int]], wanted: Collection
 
 
 def _chunks(texts: Sequence[Sequence[int]], most: int) -> Iterator[StepInput]:
-    """Steps of at most so many tokens for all texts.  K/V of a text follows that of the text before."""
-    step_input, filled = StepInput(), 0
-    for tokens in texts:
+    """Steps of at most so many tokens for all texts.  K/V of a text follows that of the text before.
+
+    Every text has a state slot of its own, as it may go on in the next step, at another place among the
+    requests.
+    """
+    rows, filled = RecurrentRows(), 0
+    step_input = StepInput(recurrent=rows)
+    for number, tokens in enumerate(texts):
         table, first = array("i", range(filled, filled + len(tokens))), 0
         filled += len(tokens)
         while first < len(tokens):
             part = tokens[first : first + most - step_input.length]
             step_input.chain(table, first, part)
+            rows.add(number, step_input.length - 1)
             first += len(part)
             if step_input.length == most:
                 yield _built(step_input)
-                step_input = StepInput()
+                rows = RecurrentRows()
+                step_input = StepInput(recurrent=rows)
     if step_input.length:
         yield _built(step_input)
 

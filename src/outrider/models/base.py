@@ -89,7 +89,7 @@ class Model(Protocol):
         """
         raise ModelError(
             f"these are not layers of Llama or Qwen, and {self.spec.architecture} does not run in "
-            "transformers' own code, which has others."
+            "transformers' own code, which has others. Give a head with such layers, or another method."
         )
 
     def forward(

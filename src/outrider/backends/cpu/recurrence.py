@@ -15,7 +15,9 @@ from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.structs import address
 from outrider.backends.recurrence import Activation, Path
 
-MAX_STATE_DIM = 512  # as in recurrent.h
+# Of the last dimension of a state.  The kernels' scratch memory grows with it, by a few KB for each, and they
+# abort the process if they get none.
+MAX_STATE_DIM = 512
 
 
 class Forest:

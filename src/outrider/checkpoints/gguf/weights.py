@@ -30,7 +30,8 @@ class GgufWeights:
             log.warning("%s: tensors of type %s are expanded, which takes more memory", file.path, names)
 
     def __contains__(self, name: str) -> bool:
-        return self._entry(name) is not None
+        """Whether the file has the tensor; `get` and `linear` check its shape."""
+        return self._stored(name)[0] in self.file.tensors
 
     def get(self, name: str, *shape: int) -> Tensor:
         """The dense tensor.  Raises ModelError if it is missing or has another shape."""
@@ -45,11 +46,6 @@ class GgufWeights:
     def _unpack(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         """The weight of this shape.  Raises ModelError if it is missing or has another shape."""
         entry = self._entry(name)
-        if entry is None:
-            raise ModelError(
-                f"{self.file.path} has no tensor {name!r} (GGUF has its own names, see "
-                "checkpoints/gguf/names.py)."
-            )
         if entry.shape != shape:
             raise ModelError(f"{name} has shape {entry.shape}, the metadata asks for {shape}.")
         rows = entry.rows
@@ -60,17 +56,26 @@ class GgufWeights:
         weight = blocks.unpack(entry.ggml_type, rows, entry.block_bytes)
         return weight if isinstance(weight, QuantizedWeight) else weight.view(shape)
 
-    def _entry(self, name: str) -> TensorEntry | None:
-        """A tensor; of an expert, its part of the tensor that holds all experts of a layer."""
+    def _stored(self, name: str) -> tuple[str, int | None]:
+        """The tensor that holds this one, and the number of an expert, whose layer has one tensor for all."""
         expert = EXPERT.fullmatch(name)
-        if expert is None:
-            return self.file.tensors.get(name)
-        joined, number = self.file.tensors.get(f"{expert[1]}.{expert[3]}"), int(expert[2])
-        if joined is None or len(joined.shape) not in (2, 3) or number >= joined.shape[0]:
-            return None
-        rows = len(joined.rows) // joined.shape[0]  # of a bias: one
-        own = joined.rows[number * rows : (number + 1) * rows]
-        return joined._replace(shape=joined.shape[1:], rows=own)
+        return (name, None) if expert is None else (f"{expert[1]}.{expert[3]}", int(expert[2]))
+
+    def _entry(self, name: str) -> TensorEntry:
+        """A tensor, or the part of one expert.  Raises ModelError if it is missing."""
+        stored, number = self._stored(name)
+        if (entry := self.file.tensors.get(stored)) is None:
+            raise ModelError(
+                f"{self.file.path} has no tensor {name!r} (GGUF has its own names, see "
+                "checkpoints/gguf/names.py)."
+            )
+        if number is None:
+            return entry
+        if len(entry.shape) not in (2, 3) or number >= entry.shape[0]:
+            raise ModelError(f"{stored} has shape {entry.shape}, and no part of expert {number}.")
+        rows = len(entry.rows) // entry.shape[0]  # of a bias: one
+        own = entry.rows[number * rows : (number + 1) * rows]
+        return entry._replace(shape=entry.shape[1:], rows=own)
 
     def _half_split_order(self, outputs: int) -> np.ndarray[Any, Any]:
         """Row order of Q and K for RoPE on dimensions (i, i + head_dim / 2).

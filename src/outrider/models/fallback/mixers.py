@@ -18,6 +18,8 @@ from torch import nn
 from outrider.models.fallback.recurrences import RECURRENCES
 from outrider.models.fallback.recurrent import RecurrentCall
 
+# Layer types without a recurrence, by their names in configs.
+STATELESS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 CurrentCall = Callable[[nn.Module], RecurrentCall | None]
 
 
@@ -30,11 +32,29 @@ def route(model: nn.Module, call_of: CurrentCall) -> bool:
     found = False
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
-        names = RECURRENCES.keys() & {*getattr(forward, "__code__", route.__code__).co_names}
-        if names:
+        if names := _recurrences_in(forward):
             found = True
             module.forward = functools.partial(_with_globals(forward, names, module, call_of), module)
     return found
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether a transformers model keeps recurrent states.
+
+    A model of a hybrid family does not if its config lists only other layers.
+    """
+    kinds = getattr(model.config, "layer_types", None)
+    return getattr(model, "_is_stateful", False) and not (kinds and STATELESS.issuperset(kinds))
+
+
+def _recurrences_in(forward: Callable[..., Any]) -> set[str]:
+    """Names of the recurrences that a function reads as globals; none for one that is not written in Python.
+
+    The names in its code are also those of attributes.
+    """
+    if not isinstance(forward, types.FunctionType):
+        return set()
+    return RECURRENCES.keys() & {*forward.__code__.co_names} & forward.__globals__.keys()
 
 
 def _with_globals(

@@ -104,7 +104,7 @@ class Fallback(Model):
         query_scales.take_over(self.head, len(self.rope), device, is_intercepting)
         uses_interface = not patches.route(self.head, attend)
         self.recurrences = Recurrences()
-        if not mixers.route(self.head, recurrent_call) and getattr(self.head, "_is_stateful", False):
+        if not mixers.route(self.head, recurrent_call) and mixers.is_stateful(self.head):
             name = self.spec.architecture
             raise ModelError(f"{name} keeps a recurrent state of an unknown kind, which is not supported.")
         row_invariant.convert(self.head, self.backend, dtype)
@@ -211,6 +211,10 @@ class Fallback(Model):
 
         with intercepting(call):
             logits = row_invariant.row_invariant(self.head, run)
+        if not layers and self.recurrences.shapes:
+            raise ModelError(
+                "all of its layers are recurrent, and Outrider needs at least one with attention."
+            )
         if not layers:
             raise ModelError("its attention does not go through transformers' attention interface.")
         if uses_interface and not self.takes_positions:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outrider.backends.recurrence import Path, Recurrence
 from outrider.cache.states import StatePool, StateShape
+from outrider.core.device import to_device
 from outrider.core.recurrent import RecurrentRows
 from outrider.core.step_input import StepInput
 
@@ -34,6 +35,13 @@ class RecurrentPath:
     path: Path
     replayed: Sequence[int]
     drafted: Sequence[int]
+    _on: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """`replayed` and `drafted` on a device, None for no rows: made once for all recurrences of a step."""
+        if device not in self._on:
+            self._on[device] = _index(self.replayed, device), _index(self.drafted, device)
+        return self._on[device]
 
 
 def path_of(step_input: StepInput) -> RecurrentPath:
@@ -130,17 +138,19 @@ class RecurrentCall:
             states = torch.zeros(rows.path.num_slots, *shape, device=inputs[0].device)
             return function(*inputs, rows.path, states)
         self.pool.grow(rows.path.num_slots)
-        replayed = _select(self.pool.kept[index], rows.replayed)
-        self.pool.kept[index] = _select(inputs, rows.drafted)
+        replayed, drafted = rows.on(inputs[0].device)
+        before = _select(self.pool.kept[index], replayed)
+        self.pool.kept[index] = _select(inputs, drafted)
         if rows.replayed:
-            inputs = [torch.cat(pair) for pair in zip(replayed, inputs)]
+            inputs = [torch.cat(pair) for pair in zip(before, inputs)]
         out = function(*inputs, rows.path, self.pool.states[index])
         return out[len(rows.replayed) :]
 
 
-def _select(tensors: Sequence[Tensor], rows: Sequence[int]) -> Sequence[Tensor]:
+def _index(rows: Sequence[int], device: torch.device) -> Tensor | None:
+    return to_device(torch.tensor(rows), device) if rows else None
+
+
+def _select(tensors: Sequence[Tensor], rows: Tensor | None) -> Sequence[Tensor]:
     """Copies of some rows."""
-    if not rows:
-        return ()
-    index = torch.tensor(rows, device=tensors[0].device)
-    return [tensor.index_select(0, index) for tensor in tensors]
+    return () if rows is None else [tensor.index_select(0, rows) for tensor in tensors]

@@ -3,8 +3,6 @@
 #pragma once
 #include <stdint.h>
 
-enum { MAX_STATE_DIM = 512 }; /* of the last dimension of a state */
-
 /* The rows of a recurrent forward, parents first. */
 typedef struct {
     int64_t num_rows;
