@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
-from outrider.control.evidence import Evidence
+from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import CROWD, MOST_GRACE, SHARE, USUAL_GRACE
 from outrider.control.plan import Arm, Load
@@ -132,6 +133,25 @@ def test_a_large_batch_may_lose_less(batch: int, part: float) -> None:
 def test_a_large_batch_may_lose_as_much_where_further_requests_take_no_time(row: float, part: float) -> None:
     forward = ForwardCost({n: 1 + row * (n - 1) for n in (1, 8, 32, 64)})
     assert Load.plain_step(forward, 4 * CROWD).allowance == pytest.approx(part, rel=0.15)
+
+
+@pytest.mark.parametrize("count", [1, 8, 16])
+def test_a_rest_goes_on_until_the_steps_of_all_rows_have_earned_what_it_lacks(count: int) -> None:
+    auto = controller(accepted=0)
+    rows = [make_row([1] * 5, id=str(i), limit=5000) for i in range(count)]
+    while auto.rest is None:
+        step(auto, rows)
+    rest, ledger = auto.rest, auto.evidence.ledger
+    rest.longest, auto.look_seconds = 3, PLAIN / 10
+    ledger.kept = ledger.used = 0.0
+    ledger.earned -= ledger.room
+    lacks = rest.need + auto.look_seconds + auto.evidence.host - ledger.left
+    needed, taken = math.ceil(lacks / (rest.load.loss_share * rest.load.decode)), 0
+    while auto.rest is rest:
+        step(auto, rows)
+        taken += 1
+    assert 10 < needed < LONGEST_PAUSE
+    assert taken == pytest.approx(needed, abs=3)
 
 
 def test_the_load_of_a_rest_is_that_of_its_rows() -> None:

@@ -109,7 +109,8 @@ class Rest:
                 return True
             self.rows = rows
         if self.taken >= self.longest and self.closed and (lacks := self._lacks(look_seconds)) > 0:
-            self.longest = self.taken + max(1, min(LONGEST_PAUSE, self.planner.accounts.until(lacks)))
+            needed = math.ceil(lacks / (self.load.loss_share * self.load.token * self.rows))
+            self.longest = self.taken + min(LONGEST_PAUSE, needed)
         return self.taken >= self.longest
 
     def _lacks(self, look_seconds: float) -> float:
