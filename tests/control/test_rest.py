@@ -18,7 +18,7 @@ from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import CROWD, MOST_GRACE, SHARE, USUAL_GRACE
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Settings
-from outrider.control.rest import LISTEN
+from outrider.control.rest import LISTEN, PROMISED
 from outrider.core.clock import Times
 from outrider.core.params import SamplingParams
 from outrider.core.row import Row
@@ -263,6 +263,43 @@ def test_a_rest_ends_for_a_promising_request_if_a_plan_may_pay(look_seconds: flo
     for _ in range(8):
         step(auto, [row])
     assert bool(looks) == ends
+
+
+def test_requests_that_have_ended_promise_nothing() -> None:
+    """What two promising requests may gain pays for plans, what one may gain does not."""
+    auto, grades = controller(accepted=DEPTH), {"0": 0, "1": 1, "2": 1}
+    arm = auto.arms[0]._replace(grade=lambda row: grades[row.id])
+    auto.arms = auto.evidence.arms = auto.planner.arms = [arm]
+    first, *later = (make_row([1, 2, 3], id=str(i), limit=20) for i in range(3))
+    auto.evidence.ledger.loss, auto.evidence.ledger.used = 1.0, 1.0
+    step(auto, [first])
+    rest = auto.rest
+    assert rest is not None
+    rest.longest = rest.closed = 1000
+    auto.evidence.ledger.loss, auto.look_seconds, grades["0"] = 0.0, 1.5 * PROMISED * PLAIN, 1
+    while first.finish_reason is None:
+        step(auto, [first])
+    assert [*rest.promising] == [first]
+    step(auto, later[:1], prefill=True)
+    assert auto.rest is rest and [*rest.promising] == later[:1]
+    step(auto, later, prefill=True)
+    assert auto.rest is not rest
+
+
+def test_the_wait_after_a_failed_trial_counts_its_failure() -> None:
+    auto, row = controller(accepted=0), make_row([1, 2, 3])
+    auto.evidence.trials[0].room = 1.0
+    step(auto, [row])  # plain, to measure its cost
+    batch = Batch([RowStep(row, len(row.tokens) - 1, 1)])
+    (batch[0].budget,) = auto.budget(batch)
+    (planned,) = auto.planner.options.values()
+    depth = batch[0].budget.depth
+    batch[0].tree = DraftTree.chain([7] * depth, [0.9] * depth)
+    auto.trim(batch)
+    assert auto.tries[0].plan.exploring and batch[0].tree.size
+    finish(auto, batch)
+    (option,) = auto.planner.options.values()
+    assert auto.vain and option.gain < planned.gain
 
 
 def test_a_rest_is_in_the_summary_of_every_request() -> None:
