@@ -41,7 +41,7 @@ def test_look_ups_for_drafts_take_little_of_the_time(look_up: float, pause: int)
         listened.append(rest.taken)
         seconds[0] += look_up
 
-    type(rest)._promising, before = promising, type(rest)._promising  # type: ignore[method-assign, assignment]
+    type(rest)._promising, before = promising, type(rest)._promising  # type: ignore
     try:
         for _ in range(3 * MOST_LISTEN):
             step(auto, rows)

@@ -75,7 +75,7 @@ def states_of(folder: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> State
 def test_features_are_computed_again_after_a_cut_file_and_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file had its full size again, and the count of before said that its zeros were states."""
+    """The file had its full size again, and the count of before took its zeros for states."""
     states_of(tmp_path, monkeypatch, 10).fill(lambda texts: None)
     cut(tmp_path / "states.bin")
     with pytest.raises(Killed):
