@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from outrider.backends.triton import experts as kernels
 from outrider.backends.triton.backend import TritonBackend
 from outrider.backends.triton.elementwise import clamped_mul
-from outrider.backends.triton.linear import FEW, MANY
+from outrider.backends.triton.linear import FEW, MANY, TritonWeight
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of masked lanes
 H, INNER, COUNT = 40, 32, 7
@@ -210,8 +210,10 @@ def test_tiles_have_the_sums_of_a_linear(dtype: torch.dtype, monkeypatch: pytest
     assert FEW.rows < MANY.rows
     multiply = kernels._multiply
 
-    def shifted(x: Tensor, *rest: Any) -> None:
-        multiply(x + 1e-3, *rest)
+    for packed in (False, True):  # weights of either kind are tried
 
-    monkeypatch.setattr(kernels, "_multiply", shifted)
-    assert not kernels.same_as_linear.__wrapped__(DEVICE, dtype)
+        def shifted(x: Tensor, weight: TritonWeight, *rest: Any, packed: bool = packed) -> None:
+            multiply(x + 1e-3 if weight.packed == packed else x, weight, *rest)
+
+        monkeypatch.setattr(kernels, "_multiply", shifted)
+        assert not kernels.same_as_linear.__wrapped__(DEVICE, dtype)

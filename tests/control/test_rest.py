@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,12 +13,12 @@ import pytest
 from outrider.control.acceptance import Outcome
 from outrider.control.auto import AutoController
 from outrider.control.cost import ForwardCost
-from outrider.control.evidence import Evidence
+from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController, Options
 from outrider.control.ledger import CROWD, MOST_GRACE, SHARE, USUAL_GRACE
 from outrider.control.plan import Arm, Load
 from outrider.control.planner import Settings
-from outrider.control.rest import LISTEN
+from outrider.control.rest import LISTEN, PROMISED
 from outrider.core.clock import Times
 from outrider.core.params import SamplingParams
 from outrider.core.row import Row
@@ -134,6 +135,25 @@ def test_a_large_batch_may_lose_as_much_where_further_requests_take_no_time(row:
     assert Load.plain_step(forward, 4 * CROWD).allowance == pytest.approx(part, rel=0.15)
 
 
+@pytest.mark.parametrize("count", [1, 8, 16])
+def test_a_rest_goes_on_until_the_steps_of_all_rows_have_earned_what_it_lacks(count: int) -> None:
+    auto = controller(accepted=0)
+    rows = [make_row([1] * 5, id=str(i), limit=5000) for i in range(count)]
+    while auto.rest is None:
+        step(auto, rows)
+    rest, ledger = auto.rest, auto.evidence.ledger
+    rest.longest, auto.look_seconds = 3, PLAIN / 10
+    ledger.kept = ledger.used = 0.0
+    ledger.earned -= ledger.room
+    lacks = rest.need + auto.look_seconds + auto.evidence.host - ledger.left
+    needed, taken = math.ceil(lacks / (rest.load.loss_share * rest.load.decode)), 0
+    while auto.rest is rest:
+        step(auto, rows)
+        taken += 1
+    assert 10 < needed < LONGEST_PAUSE
+    assert taken == pytest.approx(needed, abs=3)
+
+
 def test_the_load_of_a_rest_is_that_of_its_rows() -> None:
     auto = controller(0)
     auto.evidence.forward.per_context = 1e-6
@@ -243,6 +263,43 @@ def test_a_rest_ends_for_a_promising_request_if_a_plan_may_pay(look_seconds: flo
     for _ in range(8):
         step(auto, [row])
     assert bool(looks) == ends
+
+
+def test_requests_that_have_ended_promise_nothing() -> None:
+    """What two promising requests may gain pays for plans, what one may gain does not."""
+    auto, grades = controller(accepted=DEPTH), {"0": 0, "1": 1, "2": 1}
+    arm = auto.arms[0]._replace(grade=lambda row: grades[row.id])
+    auto.arms = auto.evidence.arms = auto.planner.arms = [arm]
+    first, *later = (make_row([1, 2, 3], id=str(i), limit=20) for i in range(3))
+    auto.evidence.ledger.loss, auto.evidence.ledger.used = 1.0, 1.0
+    step(auto, [first])
+    rest = auto.rest
+    assert rest is not None
+    rest.longest = rest.closed = 1000
+    auto.evidence.ledger.loss, auto.look_seconds, grades["0"] = 0.0, 1.5 * PROMISED * PLAIN, 1
+    while first.finish_reason is None:
+        step(auto, [first])
+    assert [*rest.promising] == [first]
+    step(auto, later[:1], prefill=True)
+    assert auto.rest is rest and [*rest.promising] == later[:1]
+    step(auto, later, prefill=True)
+    assert auto.rest is not rest
+
+
+def test_the_wait_after_a_failed_trial_counts_its_failure() -> None:
+    auto, row = controller(accepted=0), make_row([1, 2, 3])
+    auto.evidence.trials[0].room = 1.0
+    step(auto, [row])  # plain, to measure its cost
+    batch = Batch([RowStep(row, len(row.tokens) - 1, 1)])
+    (batch[0].budget,) = auto.budget(batch)
+    (planned,) = auto.planner.options.values()
+    depth = batch[0].budget.depth
+    batch[0].tree = DraftTree.chain([7] * depth, [0.9] * depth)
+    auto.trim(batch)
+    assert auto.tries[0].plan.exploring and batch[0].tree.size
+    finish(auto, batch)
+    (option,) = auto.planner.options.values()
+    assert auto.vain and option.gain < planned.gain
 
 
 def test_a_rest_is_in_the_summary_of_every_request() -> None:

@@ -37,17 +37,16 @@ def test_look_ups_for_drafts_take_little_of_the_time(look_up: float, pause: int)
     assert rest is not None
     rest.longest, rest.clock = LONG, lambda: seconds[0]
 
-    def promises(*given: object) -> bool:
+    def promising(*given: object) -> None:
         listened.append(rest.taken)
         seconds[0] += look_up
-        return False
 
-    type(rest)._promises, before = promises, type(rest)._promises  # type: ignore[method-assign, assignment]
+    type(rest)._promising, before = promising, type(rest)._promising  # type: ignore
     try:
         for _ in range(3 * MOST_LISTEN):
             step(auto, rows)
     finally:
-        type(rest)._promises = before  # type: ignore[method-assign]
+        type(rest)._promising = before  # type: ignore[method-assign]
     assert listened[0] == LISTEN and listened[1] - listened[0] == pause
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from outrider import LLM, ConfigError, SamplingParams
 from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.tree import ROOT, DraftTree
-from outrider.draft.recycle import PATHS, RANKS, Recycle
-from outrider.testing import make_drafter, make_row, propose_tree, replay
+from outrider.draft.draft_model.staged import Staged
+from outrider.draft.recycle import JUDGED, PATHS, RANKS, Recycle
+from outrider.testing import FakeTarget, make_drafter, make_row, propose_tree, replay
 
 
 def taught(drafter: Recycle, following: dict[int, list[int]]) -> Recycle:
@@ -126,6 +128,37 @@ def test_ranks_are_judged_along_the_path_only() -> None:
     assert after[1] == pytest.approx((before[1] * 0.98 + 0.02) * 0.98), "right at the root, wrong below it"
     for rank in (0, *range(2, RANKS)):
         assert after[rank] == pytest.approx(before[rank] * 0.98**2), "wrong at the root and below it"
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_the_ranks_of_a_large_batch_are_judged_in_turns(batches: int) -> None:
+    """Also of each of several batches that take turns themselves."""
+    drafter, judged = make_drafter(Recycle), Counter[int]()
+    rows = [[make_row([100 * b + i], id=f"{b} {i}") for i in range(64)] for b in range(batches)]
+    judge = drafter._judge
+
+    def counted(table: Any, last: int, emitted: Any) -> None:
+        judged[last] += 1
+        judge(table, last, emitted)
+
+    drafter._judge = counted  # type: ignore[method-assign]
+    for _ in range(27):
+        for part in rows:
+            before = judged.total()
+            drafter.observe(Commit(Batch([RowStep(row, 0, 1, emitted=[7]) for row in part])))
+            assert 0 < judged.total() - before <= JUDGED
+    assert len(judged) == 64 * batches and max(judged.values()) - min(judged.values()) <= 1
+
+
+def test_what_the_target_emits_does_not_judge_ranks_for_a_draft_model() -> None:
+    """Its own picks do, of the same text: each was judged twice."""
+    host: Any = SimpleNamespace(target=FakeTarget(), vocabulary=100)
+    staged = Staged({"method": "recycle"}, host)
+    drafter: Any = taught(staged.drafter, {1: list(range(10, 18))})  # type: ignore[arg-type]
+    before = list(drafter.memory.acceptance)
+    staged.observe(Commit(Batch([RowStep(make_row([3, 4, 1]), 0, 3, emitted=[10])])))
+    assert drafter.memory.acceptance == before
+    assert drafter.memory.after(3)[0] == 4, "the text is passed on"
 
 
 def test_ranks_that_always_fail_are_dropped() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from outrider import LLM
 from outrider.errors import ConfigError
 from outrider.train import answers
+from outrider.train.answers import Text
+from outrider.train.features import States
 from outrider.train.report import Report
 from outrider.train.run import train
 
@@ -48,6 +51,39 @@ def test_features_without_one_of_their_files_are_computed_again(
     damage(folder / name)
     again = train(target, "eagle", run_options("eagle", tmp_path / "1", **given), Report())
     assert again.losses == first.losses and again.records == first.records
+
+
+class Killed(BaseException):
+    pass
+
+
+def states_of(folder: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> States:
+    """States of ten texts, 1 to 10; the run is killed in the place of the text after so many."""
+    computed: list[int] = []
+
+    def compute(states: States, numbers: Sequence[int]) -> torch.Tensor:
+        computed.extend(numbers)
+        if len(computed) > most:
+            raise Killed
+        return torch.cat([torch.full((4, 8), i + 1.0) for i in numbers]).to(torch.bfloat16)
+
+    monkeypatch.setattr(States, "_computed", compute)
+    model: Any = SimpleNamespace(spec=SimpleNamespace(hidden=8), device=torch.device("cpu"))
+    return States(model, [Text([i] * 4, 1) for i in range(10)], [0], folder, 1e9)
+
+
+def test_features_are_computed_again_after_a_cut_file_and_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file had its full size again, and the count of before took its zeros for states."""
+    states_of(tmp_path, monkeypatch, 10).fill(lambda texts: None)
+    cut(tmp_path / "states.bin")
+    with pytest.raises(Killed):
+        states_of(tmp_path, monkeypatch, 2).fill(lambda texts: None)
+    states = states_of(tmp_path, monkeypatch, 10)
+    states.fill(lambda texts: None)
+    assert states.store is not None
+    assert states.store[::4, 0].tolist() == [*range(1, 11)]
 
 
 def test_damaged_answers_are_asked_for_again(tmp_path: Path) -> None:

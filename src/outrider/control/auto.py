@@ -251,16 +251,19 @@ class AutoController(StandingPlans):
             if not self.settles:
                 self._digest()
             self._drop_plans(tried)
-            if tried and not (self.settles or self.plans or ended):
-                self.vain = self._failed(batch)
+            last = tried and not (self.settles or self.plans or ended)
+            if last and not any(step.accepted for step in batch):
+                self._end_trials()
 
-    def _failed(self, batch: Batch) -> bool:
-        """Whether trials have shown nothing, and no other one is due: a look at all rows would be in vain."""
-        if any(step.accepted for step in batch):
-            return False
-        wait = closed(self.planner)
-        self.planner.wait = min(self.planner.wait, wait)
-        return wait > 0
+    def _end_trials(self) -> None:
+        """Begin a rest after trials that have shown nothing, unless another one is due: a look at all rows
+        would be in vain.
+        """
+        planner = self.planner
+        for estimates in (planner.options, planner.cautious):  # they do not count these trials
+            estimates.clear()
+        wait = closed(planner)
+        planner.wait, self.vain = min(planner.wait, wait), wait > 0
 
     def settle(self, computes: bool = True) -> None:
         """Take in what is due, and plan, while a device computes the next step with its old plans.

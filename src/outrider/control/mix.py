@@ -39,22 +39,23 @@ class MixAsks:
         for r, option in asks.items():
             tried, granted = self.tries[r], batch[r].budget
             tried.asked[k] = depth = min(option.depth, granted.depth)
+            tried.gains[k] = option.gain
             budgets[r] = Budget(depth, min(granted.nodes, size(depth)), tried.plan.floors[k])
         self.mark = (k, self.clock()) if asks else None
         return budgets
 
     def _asks(self, k: int, batch: Batch, drafts: Mapping[int, Draft]) -> dict[int, Option]:
         """Rows that ask drafter k: those in which it pays beside the trees that they have, if these rows
-        together pay for a draft of so many.
+        together pay for a draft of so many.  Their options have the gain beside those trees.
         """
         asks, gain, verify, depth, tried_by_some = dict[int, Option](), 0.0, 0.0, 0, False
         for r, tried in self.tries.items():
             for option in tried.plan.options:
                 if option.drafter == k and batch[r].budget.nodes:
-                    missed, exploring = self._missed(r, drafts), k in tried.plan.exploring
-                    if exploring or missed * option.gain > self.load.rate * option.cost:
-                        asks[r] = option
-                        gain += missed * option.gain
+                    own, exploring = self._missed(r, drafts) * option.gain, k in tried.plan.exploring
+                    if exploring or own > self.load.rate * option.cost:
+                        asks[r] = option._replace(gain=own)
+                        gain += own
                         verify += option.cost - option.ask_cost
                         depth, tried_by_some = max(depth, option.depth), tried_by_some or exploring
         if tried_by_some or not asks:

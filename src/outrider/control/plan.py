@@ -121,6 +121,7 @@ class Try:
     """Drafts for one row in one step.
 
     asked: drafter -> depth that it was asked for.  proposed: drafter -> depth of its tree.
+    gains: drafter of a mix -> expected accepted tokens of its draft beside those of the cheaper ones.
     ended: drafters whose tree ended at the floor.
     late: drafter -> tokens of the text that it lacked and, after `catch_up`, has computed in this step.
     expected: accepted tokens of the verified nodes.
@@ -129,9 +130,16 @@ class Try:
     plan: Plan
     asked: dict[int, int] = field(default_factory=dict)
     proposed: dict[int, int] = field(default_factory=dict)
+    gains: dict[int, float] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     late: dict[int, int] = field(default_factory=dict)
     expected: float = 0.0
+
+    @property
+    def planned(self) -> float:
+        """Accepted tokens that the plan expects of the drafters that were asked."""
+        options = [option for option in self.plan.options if option.drafter in self.asked]
+        return sum([self.gains.get(option.drafter, option.gain) for option in options])
 
     def catch_up(self, row: Row, arms: Sequence[Arm]) -> None:
         """After drafting: a drafter that lacks tokens, or had no room for the row, could propose nothing."""

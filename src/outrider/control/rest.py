@@ -40,8 +40,8 @@ class Rest:
     clock: returns seconds.
     rows: of the last step.  taken: steps so far.  quiet: steps until one has to be looked at.
     listen_at, settle_at: steps at which all rows are looked at, and the steps so far are taken in.
-    promising: rows that would ask together, since more speaks for their drafts than at the last look; none
-    if a rest is over for another reason.
+    promising: open rows that would ask together, since more speaks for their drafts than at the last look;
+    none if a rest is over for another reason.
     Since costs were last taken in:
     decoded: the last step that only decoded; seconds: of each of them; propose: of idle drafters in them.
     beside: tokens that were emitted beside prompts.  records: of steps that tell more.
@@ -60,7 +60,7 @@ class Rest:
     quiet: int = 0
     listen_at: int = LISTEN
     settle_at: int = SETTLE
-    promising: list[Row] = field(default_factory=list)
+    promising: set[Row] = field(default_factory=set)
     decoded: Batch | None = None
     seconds: list[float] = field(default_factory=list)
     propose: float = 0.0
@@ -85,15 +85,19 @@ class Rest:
         if joined:
             self.longest = min(self.longest, self.closed)
         if self._over(len(batch), look_seconds):
-            self.promising = []
+            self.promising = set()
             return False
         self.taken += 1
+        found: set[Row] | None = None
         if self.taken >= self.listen_at:
-            if self._listen(batch, look_seconds):
-                return False
+            found = self._listen(batch, look_seconds)
         elif joined and self.depth:
             new = [step.row for step in batch if step.emits and not step.row.steps]
-            if new and self._promises(new, look_seconds, self.promising):
+            others = {row for row in self.promising if row.finish_reason is None}
+            found = self._promising(new, look_seconds, others)
+        if found is not None:
+            self.promising = found
+            if len(found) * PROMISED * self.load.token > look_seconds:
                 return False
         self.quiet = min(self.longest, self.listen_at - 1)
         return True
@@ -109,7 +113,8 @@ class Rest:
                 return True
             self.rows = rows
         if self.taken >= self.longest and self.closed and (lacks := self._lacks(look_seconds)) > 0:
-            self.longest = self.taken + max(1, min(LONGEST_PAUSE, self.planner.accounts.until(lacks)))
+            needed = math.ceil(lacks / (self.load.loss_share * self.load.token * self.rows))
+            self.longest = self.taken + min(LONGEST_PAUSE, needed)
         return self.taken >= self.longest
 
     def _lacks(self, look_seconds: float) -> float:
@@ -121,34 +126,35 @@ class Rest:
         earned = load.loss_share * load.token * (self.rows * len(self.seconds) + self.beside)
         return look_seconds + self.need + evidence.host - evidence.ledger.left - earned
 
-    def _listen(self, batch: Batch, look_seconds: float) -> bool:
-        """Take in steps, if it is time, and look at all rows.  Returns whether a plan may pay."""
+    def _listen(self, batch: Batch, look_seconds: float) -> set[Row] | None:
+        """Take in steps, if it is time, and look at all rows.  Returns those of `_promising`."""
         if self.taken >= self.settle_at:
             self.settle_at = self.taken + SETTLE
             self.settle()
         began = self.clock()
         rows = [step.row for step in batch if step.emits]
-        found = self.depth > 0 and self._promises(rows, look_seconds, ())
+        found = self._promising(rows, look_seconds, set()) if self.depth else None
         pause = math.ceil((self.clock() - began) / (LISTENING * self.load.decode))
         self.listen_at = self.taken + max(LISTEN, min(MOST_LISTEN, pause))
         return found
 
-    def _promises(self, rows: Sequence[Row], look_seconds: float, others: Sequence[Row]) -> bool:
-        """Whether so much speaks for drafts of rows that did not when the rest began that a plan may pay.
+    def _promising(self, rows: Sequence[Row], look_seconds: float, others: set[Row]) -> set[Row] | None:
+        """Rows that would ask together: these, as far as something speaks for their drafts, and `others`.
 
-        others: further rows that would ask together.
+        None unless more speaks for one of them than at the last look, and while there is no room for a plan.
+        Empty where a plan would not pay.
         """
         load, evidence = self.load, self.planner.evidence
         if self._lacks(look_seconds) >= 0:
-            return False
+            return None
         able = [row for row in rows if row.draft_depth]
         promising = [evidence.promising(row) for row in able]  # of all: a grade that falls may rise again
-        if any(promising):
-            graded = [row for row in able if any(arm.grade(row) for arm in self.planner.arms)]
-            found = [*graded, *others]
-            pays = any(may_pay(self.planner, row, load, len(found)) for row in graded)
-            self.promising = found if pays else []
-        return len(self.promising) * PROMISED * load.token > look_seconds
+        if not any(promising):
+            return None
+        graded = [row for row in able if any(arm.grade(row) for arm in self.planner.arms)]
+        found = others.union(graded)
+        pays = any(may_pay(self.planner, row, load, len(found)) for row in graded)
+        return found if pays else set()
 
     def settle(self) -> None:
         """Hand over the steps since costs were last taken in."""

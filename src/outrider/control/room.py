@@ -55,7 +55,7 @@ class Room:
             right = len(step.accepted)
             self.expected += tried.expected
             self.shortfall += tried.expected - right
-            planned = sum([option.gain for option in plan.options if option.drafter in tried.asked])
+            planned = tried.planned
             self.planned += planned
             self.missing += planned - right
             change, most = right * token - plan.loss, most + plan.loss

@@ -23,6 +23,7 @@ from outrider.drafting.trees.builder import TreeBuilder
 from outrider.heads.ranks import Path, paths
 
 RANKS = 8
+JUDGED = 8  # rows of a step whose ranks are judged: they tell enough, and all of a large batch take long
 RATE = 0.02  # of the moving average of a rank's acceptance
 # The published tree: "01:3" means that the node reached by ranks 0 and 1 has children of ranks 0 to 2.
 TREE = (
@@ -77,7 +78,7 @@ class Recycle(TextDrafter):
     def __init__(self, options: Options, target: Target) -> None:
         super().__init__(options, target)
         self.nodes = target.nodes(options.nodes, len(PATHS))
-        self.memory = self._table()
+        self.memory, self.turn = self._table(), 0
         self.salted = SaltedMemory(self._table)
 
     @classmethod
@@ -138,9 +139,12 @@ class Recycle(TextDrafter):
         return tree.draft_tree
 
     def observe(self, commit: Commit) -> None:
-        for step in commit.batch:
-            if step.emitted:
-                self._judge(self._known(step.row), step.row.tokens[step.end - 1], step.emitted)
+        emitting = [step for step in commit.batch if step.emitted]
+        # in turns; odd, so that two or four batches that alternate have all their rows judged, too
+        every = -(-len(emitting) // JUDGED) | 1
+        for step in emitting[self.turn % every :: every]:
+            self._judge(self._known(step.row), step.row.tokens[step.end - 1], step.emitted)
+        self.turn += 1
         for step in commit.batch:
             table, known = self._known(step.row), step.row.tokens[step.start : step.end]
             for token, successor in itertools.pairwise(known):

@@ -68,6 +68,8 @@ class States:
         done, saved = self._stored(progress, path), 0
         size = self.width * self.starts[self.cached]
         shape = (self.starts[self.cached], self.width)
+        if not done:  # before the file has its size: after a kill, the old count would say that it is full
+            progress.unlink(missing_ok=True)
         _reserve(path, self.bytes)
         self.store = torch.from_file(str(path), shared=True, size=size, dtype=torch.bfloat16).view(shape)
         tick(done)

@@ -41,6 +41,7 @@ from outrider.backends.triton.linear import (
     tile_sums,
 )
 from outrider.backends.triton.stages import launch
+from outrider.core.quantized import QuantizedWeight
 
 CHUNK = 1024  # pairs that `_count` and `_sort` read at once
 WIDTH = 1024  # numbers that a program of `_add_pairs` computes
@@ -259,17 +260,23 @@ def _multiply(
 def same_as_linear(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a device gives the rows of an expert the sums of `linear`, in tiles of every shape.
 
-    Compared in float32: a result that is rounded to `dtype` rarely shows a difference.
+    Weights are dense, or of 4 bits.  Compared in float32: a result that is rounded to `dtype` rarely shows a
+    difference.
     """
     rows, outputs, inputs, count = MANY.rows + FEW.rows, MANY.outputs, 256, 3
     x = torch.linspace(-1, 1, rows * inputs, device=device).sin().view(rows, inputs).to(dtype)
     dense = torch.linspace(0, 1e4, count * outputs * inputs, device=device).cos().view(count, outputs, inputs)
-    weights = [TritonWeight.of(each, None, device, dtype) for each in dense]
+    scales = torch.linspace(0.1, 0.2, outputs * inputs // 32, device=device).view(outputs, inputs // 32)
+    few = [QuantizedWeight((7.9 * each).floor().to(torch.int8), scales, None, 4, 32) for each in dense]
     numbers = torch.arange(rows, dtype=torch.int32, device=device) % 5 % count
-    alone = [linear(x, weight, torch.zeros(rows, outputs, device=device)) for weight in weights]
-    expected = torch.stack(alone)[numbers.long(), torch.arange(rows, device=device)]
-    found = torch.empty(2, rows, outputs, device=device)
-    for y, tile in zip(found, (FEW, MANY)):
-        by_expert = _sorted(numbers, count, tile)
-        _multiply(x[by_expert.order.long()], _joined(weights, dtype), y, by_expert, 1, False)
-    return all(torch.equal(y, expected) for y in found)
+    chosen = numbers.long(), torch.arange(rows, device=device)
+    for kind in (dense, few):
+        weights = [TritonWeight.of(each, None, device, dtype) for each in kind]
+        alone = [linear(x, weight, torch.zeros(rows, outputs, device=device)) for weight in weights]
+        expected = torch.stack(alone)[chosen]
+        for tile in (FEW, MANY):
+            by_expert, y = _sorted(numbers, count, tile), torch.empty(rows, outputs, device=device)
+            _multiply(x[by_expert.order.long()], _joined(weights, dtype), y, by_expert, 1, False)
+            if not torch.equal(y, expected):
+                return False
+    return True

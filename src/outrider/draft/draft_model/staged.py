@@ -189,11 +189,11 @@ class Staged:
         self.drafter.observe(Commit(batch))
 
     def observe(self, commit: Commit) -> None:
-        """Pass on what was committed, without its trees, which are not the cheaper drafter's."""
-        steps = [
-            RowStep(step.row, step.start, step.known, step.emits, step.budget, emitted=step.emitted)
-            for step in commit.batch
-        ]
+        """Pass on what was committed, without its trees, which are not the cheaper drafter's.
+
+        What the target emitted does not judge that drafter: the draft model's picks did.
+        """
+        steps = [RowStep(step.row, step.start, step.known, step.emits, step.budget) for step in commit.batch]
         self.drafter.observe(commit._replace(batch=Batch(steps)))
 
     def forget(self, row: Row, reason: str) -> None:
