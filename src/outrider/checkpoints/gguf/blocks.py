@@ -156,7 +156,7 @@ def unpack(ggml_type: str, rows: Array, block_bytes: int) -> Tensor | QuantizedW
     outputs = len(rows)
     values, scales, offsets = unpack_blocks(rows.reshape(-1, block_bytes))
     return QuantizedWeight(
-        torch.from_numpy(np.ascontiguousarray(values)).view(outputs, -1),
+        torch.from_numpy(np.require(values, requirements=["C", "W"])).view(outputs, -1),
         torch.from_numpy(scales).view(outputs, -1),
         None if offsets is None else torch.from_numpy(offsets).view(outputs, -1),
         bits,
