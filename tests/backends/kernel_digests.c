@@ -232,8 +232,8 @@ static Layer layer_of_experts(int kind, int rounds) {
 enum { DENSE, EXPERTS, GEMMA, OSS };
 
 static void check_model(int kind, int family) {
-    static const char *const NAMES[] = {"model", "experts", "libm-gemma", "oss"},
-                             *const POOL_NAMES[] = {"model-pool", "experts-pool", "libm-gemma-pool", "oss-pool"};
+    static const char *const NAMES[] = {"model", "experts", "libm-gemma", "oss"};
+    static const char *const POOL_NAMES[] = {"model-pool", "experts-pool", "libm-gemma-pool", "oss-pool"};
     const int has_experts = family == EXPERTS || family == OSS, is_gemma = family == GEMMA;
     const int half = kind != FLOAT32;
     int64_t head_bytes;

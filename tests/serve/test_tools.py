@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from outrider.serve.tool_calls import Parsed, ToolCall
+from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser
 from outrider.serve.tools import HERMES, PARSERS, parser_for
 
 CALLS = [("add", {"a": 1, "b": [2, "x"]}), ("now", {})]
@@ -116,8 +116,8 @@ EXPECTED = {"a": 1, "code": 'print("</function>")\n\n<tool_call>', "flag": True}
 NOW = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 
 
-def test_calls_in_tags_come_in_parts_with_the_types_of_their_schemas() -> None:
-    parser, text = PARSERS["qwen3_coder"], f"Let me see.\n{XML}\n{NOW}\nDone."
+def grown(parser: ToolParser, text: str) -> Parsed:
+    """The last parse of a text that grows by a character, which keeps what it had."""
     content, arguments = "", ["", ""]
     for end in range(len(text) + 1):
         now = parser.parse(text[:end], end == len(text), SCHEMAS)
@@ -128,6 +128,12 @@ def test_calls_in_tags_come_in_parts_with_the_types_of_their_schemas() -> None:
         content = now.content
     assert content == "Let me see.\nDone." and [call.name for call in now.calls] == ["add", "now"]
     assert [json.loads(each) for each in arguments] == [EXPECTED, {}]
+    return now
+
+
+def test_calls_in_tags_come_in_parts_with_the_types_of_their_schemas() -> None:
+    parser, text = PARSERS["qwen3_coder"], f"Let me see.\n{XML}\n{NOW}\nDone."
+    now = grown(parser, text)
     assert all(call.complete for call in now.calls)
 
 
@@ -135,16 +141,7 @@ def test_calls_in_tags_may_lack_the_outer_ones() -> None:
     """Models of 4-bit weights leave them out: the calls stayed text."""
     inner = [text.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>") for text in (XML, NOW)]
     parser, text = PARSERS["qwen3_coder"], "Let me see.\n{}\n{}\nDone.".format(*inner)
-    content, arguments = "", ["", ""]
-    for end in range(len(text) + 1):
-        now = parser.parse(text[:end], end == len(text), SCHEMAS)
-        assert now.content.startswith(content)
-        for i, call in enumerate(now.calls):
-            assert call.arguments.startswith(arguments[i])
-            arguments[i] = call.arguments
-        content = now.content
-    assert content == "Let me see.\nDone." and [call.name for call in now.calls] == ["add", "now"]
-    assert [json.loads(each) for each in arguments] == [EXPECTED, {}]
+    grown(parser, text)
     opened = parser.parse(f"{inner[0]}\n</tool_call>\n{NOW}", True, SCHEMAS)
     assert not opened.content and [call.name for call in opened.calls] == ["add", "now"]
 

@@ -143,7 +143,7 @@ class Logitspec(TextDrafter):
         return min(self.nodes, (1 + RANKS) * depth)
 
     def after(self, row: Row, ahead: Sequence[int], budget: Budget) -> DraftTree:
-        state = self.rows.setdefault(row, RowState())
+        state = self._state(row)
         state.ends.extend(row.tokens, len(row.tokens))
         text = [*row.tokens, *ahead] if ahead else row.tokens
         size, queue = len(text), BestFirst[Candidate]()
@@ -157,6 +157,11 @@ class Logitspec(TextDrafter):
                 self._push(queue, follower, joint, budget)
         return builder.draft_tree if builder.tokens else EMPTY_TREE
 
+    def _state(self, row: Row) -> RowState:
+        if (state := self.rows.get(row)) is None:
+            state = self.rows[row] = RowState()
+        return state
+
     def _push(self, queue: BestFirst[Candidate], candidate: Candidate, joint: float, budget: Budget) -> None:
         """Push a candidate that is within the depth, and probable enough."""
         joint *= self.memory[candidate.kind]
@@ -167,7 +172,7 @@ class Logitspec(TextDrafter):
         self.steps += 1
         every = -(-len(commit.batch) // JUDGED)
         for i, step in enumerate(commit.batch):
-            state = self.rows.setdefault(step.row, RowState())
+            state = self._state(step.row)
             state.ends.extend(step.row.tokens, step.end)
             if step.emitted and (self.steps + i) % every == 0:
                 self._judge(step, state)

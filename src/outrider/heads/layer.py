@@ -99,6 +99,7 @@ class Stack:
     """
 
     divided: ParallelModel | None = None
+    unit_norms = False  # whether a norm multiplies with 1 + weight
     layers: list[DecoderLayer]
     packed: list[Any]
 

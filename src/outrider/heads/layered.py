@@ -51,12 +51,18 @@ OWN = re.compile(r"(enorm|hnorm|eh_proj|norm)\.(weight|bias)")  # of a layer, be
 
 def _foreign(head: Head) -> list[str]:
     """Stored names of tensors that only the target's family knows; none if blocks are Llama's or Qwen's."""
-    known, blocks = re.compile(BLOCK_NAMES), [name for name in head if BLOCK.fullmatch(name)]
-    parts = {name: name.split(".", 2)[2] for name in blocks}
-    found = [name for name, part in parts.items() if not OWN.fullmatch(part) and not known.fullmatch(part)]
-    if not found and head.config.get(FOREIGN):
-        found = [name for name, part in parts.items() if not OWN.fullmatch(part)]
-    return [head.stored[name] for name in sorted(found)]
+    names = [name for name, _, _ in _block_tensors(head)]
+    if not head.config.get(FOREIGN):
+        names = [name for name, _, part in _block_tensors(head) if not re.fullmatch(BLOCK_NAMES, part)]
+    return [head.stored[name] for name in sorted(names)]
+
+
+def _block_tensors(head: Head) -> Iterator[tuple[str, str, str]]:
+    """Name, number of the layer, and name in it, of every tensor of a block."""
+    for name in head:
+        found = BLOCK.fullmatch(name)
+        if found is not None and not OWN.fullmatch(found[2]):
+            yield name, found[1], found[2]
 
 
 class LayeredNet(Net):
@@ -70,14 +76,13 @@ class LayeredNet(Net):
     def __init__(self, reader: Reader, target: Target, prenorm: bool) -> None:
         super().__init__(reader, target)
         head, layers, hidden = self.head, self.model.spec.layers, self.model.spec.hidden
-        self.target_config = target.checkpoint.config
         self.prenorm, self.taps = prenorm, (layers,) if prenorm else (FINAL,)
         self.count = sum(name.endswith(".eh_proj.weight") for name in head)
         names = [f"layers.{i}" for i in range(self.count)]
         self.eh_proj = [reader.linear(f"{name}.eh_proj", hidden, 2 * hidden) for name in names]
         foreign = _foreign(head)
         self.stack: Any = self._family_layers(foreign[0]) if foreign else Stack(reader, target, names, hidden)
-        shift = float(getattr(self.stack, "unit_norms", False))  # such a norm multiplies with 1 + weight
+        shift = float(self.stack.unit_norms)
 
         def norm(name: str) -> Tensor:
             return reader.vector(f"{name}.weight", hidden) + shift
@@ -101,13 +106,9 @@ class LayeredNet(Net):
             raise ModelError(
                 f"{head.name!r} has {foreign}, and so runs in transformers' own code: leave {option} out."
             )
-        tensors = dict[str, Tensor]()
-        for name in head:
-            found = BLOCK.fullmatch(name)
-            if found is not None and not OWN.fullmatch(found[2]):
-                tensors[f"{found[1]}.{found[2]}"] = head.raw(name)
+        tensors = {f"{layer}.{part}": head.raw(name) for name, layer, part in _block_tensors(head)}
         try:
-            return self.model.more_layers(self.target_config, tensors, self.count)
+            return self.model.more_layers(tensors, self.count)
         except ModelError as error:
             raise ModelError(f"{head.name!r} has {foreign}, which is not supported: {error}") from error
 

@@ -81,10 +81,10 @@ class Model(Protocol):
         rest = {*range(first), *range(last, self.spec.layers)}
         return self.skip_sublayers(rest, rest)
 
-    def more_layers(self, config: Any, tensors: Mapping[str, Tensor], count: int) -> Any:
+    def more_layers(self, tensors: Mapping[str, Tensor], count: int) -> Any:
         """Further decoder layers of this model's family, with the weights of a head.
 
-        config: the model's own.  tensors: "{layer}.{name in it}" -> weight.
+        tensors: "{layer}.{name in it}" -> weight
         Raises ModelError if they are not such layers, or if the lean decoder runs the model.
         """
         raise ModelError(

@@ -66,9 +66,9 @@ class ForwardCall:
     step_input: StepInput
     layers: list[AttentionLayer]
     rope: Tensor
-    recurrent: RecurrentCall
     pool: Pool | None = None
     next_layer: int = 0
+    recurrent: RecurrentCall | None = None
     mixers: list[nn.Module] = field(default_factory=list)
 
 

@@ -27,8 +27,7 @@ from outrider.models.fallback.attention import (
     intercepting,
     unify,
 )
-from outrider.models.fallback.loading import SLACK, body_attribute, quiet, unquantized
-from outrider.models.fallback.recurrent import Recurrences, RecurrentCall
+from outrider.models.fallback.loading import SLACK, body_attribute, quiet
 from outrider.models.placement import Precision
 from outrider.models.rope import fix_ropes
 
@@ -47,27 +46,25 @@ class FamilyLayers:
 
     def __init__(
         self,
-        like: Any,
-        config: Any,
+        model: Any,
         tensors: Mapping[str, Tensor],
         count: int,
         precision: Precision,
         backend: Backend,
         max_len: int,
     ) -> None:
-        """like: the transformers model whose family it is, with its config.  tensors: "{layer}.{name in it}"
-        -> weight.
+        """model: of transformers, whose family it is.  tensors: "{layer}.{name in it}" -> weight.
 
         Raises ModelError for tensors that are not those of such layers.
         """
         self.backend, self.precision = backend, precision
         self.rope = torch.zeros(max_len, 0)  # the modelling code applies RoPE itself
-        self.eps: float = config.rms_norm_eps
+        self.eps: float = model.config.rms_norm_eps
         try:
-            model = self._load(like, _config(config, count, tensors), tensors)
-            self.config = model.config
-            fix_ropes(model, max_len)
-            body = getattr(model, body_attribute(model))
+            small = self._load(model, _config(model.config, count, tensors), tensors)
+            self.config = small.config
+            fix_ropes(small, max_len)
+            body = getattr(small, body_attribute(small))
             self.rotary, self.blocks = body.rotary_emb, body.layers
             self.rotary_kinds = self._rotary_kinds()
             self.unit_norms = _adds_one(body.norm)
@@ -79,7 +76,7 @@ class FamilyLayers:
             raise
         except Exception as error:  # the modelling code raises errors of all kinds
             raise ModelError(
-                f"layers of {type(like).__name__} cannot be made from this file: {first_line(error)}"
+                f"layers of {type(model).__name__} cannot be made from this file: {first_line(error)}"
             ) from error
 
     def pool(self, slots: int) -> Pool:
@@ -94,15 +91,8 @@ class FamilyLayers:
 
     def __call__(self, x: Tensor, step_input: StepInput, pool: Pool, only: int) -> Tensor:
         """x [n, hidden] after layer `only`."""
-        with intercepting(self._call(step_input, self.layers, pool, only)):
+        with intercepting(ForwardCall(self.backend, step_input, self.layers, self.rope, pool, only)):
             return self._run(only, x, step_input)
-
-    def _call(
-        self, step_input: StepInput, layers: list[AttentionLayer], pool: Pool | None = None, first: int = 0
-    ) -> ForwardCall:
-        """A forward from layer `first` on, none of which has recurrences."""
-        recurrent = RecurrentCall(self.backend.recurrence, step_input, Recurrences(), None)
-        return ForwardCall(self.backend, step_input, layers, self.rope, recurrent, pool, first)
 
     def _run(self, layer: int, x: Tensor, step_input: StepInput, mask: Tensor | None = None) -> Tensor:
         positions, x = step_input.on(self.backend.device).positions[None], x[None]
@@ -118,13 +108,13 @@ class FamilyLayers:
         several = isinstance(getattr(self.rotary, "rope_type", None), dict)
         return [{"layer_type": kind} if several else {} for kind in _kinds(self.config)]
 
-    def _load(self, like: Any, config: Any, tensors: Mapping[str, Tensor]) -> Any:
+    def _load(self, model: Any, config: Any, tensors: Mapping[str, Tensor]) -> Any:
         """A model of the family with these layers.  Raises ModelError for tensors that do not fit."""
-        kind: Any = type(like)
-        at = f"{body_attribute(like)}.layers."
+        kind: Any = type(model)
+        at = f"{body_attribute(model)}.layers."
         _check(kind, config, tensors, at)
         with quiet():
-            model, report = kind.from_pretrained(
+            small, report = kind.from_pretrained(
                 None,
                 config=config,
                 state_dict={at + name: tensor for name, tensor in tensors.items()},
@@ -143,7 +133,7 @@ class FamilyLayers:
             name, stored, expected = wrong[0]
             name = name.removeprefix(at)
             raise ModelError(f"{found} has {name} of shape {tuple(stored)}, not {tuple(expected)}.")
-        return model.eval()
+        return small.eval()
 
     def _record(self) -> list[AttentionLayer]:
         """Dry run over a few rows: record attention layers, pack weights, find batch-dependent functions."""
@@ -158,7 +148,7 @@ class FamilyLayers:
                 self._run(i, x, step_input, mask)
 
         self.config._attn_implementation = RECORDING
-        with intercepting(self._call(step_input, layers)):
+        with intercepting(ForwardCall(self.backend, step_input, layers, self.rope)):
             row_invariant.row_invariant(self.blocks, run)
         self.config._attn_implementation = ATTENTION
         if len(layers) != len(self.blocks):
@@ -169,7 +159,7 @@ class FamilyLayers:
 
 def _config(config: Any, count: int, tensors: Mapping[str, Tensor]) -> Any:
     """The config of a model of `count` such layers, and next to no vocabulary."""
-    own = copy.deepcopy(unquantized(config))
+    own = copy.deepcopy(config)
     sparse = any(EXPERTS.search(name) for name in tensors)
     for key, value in {
         "num_hidden_layers": count,

@@ -35,7 +35,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
         load, given = _loader(checkpoint)
         try:
             model, report = load(
-                config=unquantized(checkpoint.config),
+                config=_unquantized(checkpoint.config),
                 dtype="auto",
                 attn_implementation="eager",
                 experts_implementation="eager",
@@ -56,7 +56,7 @@ def load_model(checkpoint: Checkpoint) -> Any:
     return model.eval()
 
 
-def unquantized(config: Any) -> Any:
+def _unquantized(config: Any) -> Any:
     """The config without its quantization, which transformers would apply itself."""
     if getattr(config, "quantization_config", None) is None:
         return config
@@ -132,7 +132,7 @@ def check_sizes(checkpoint: Checkpoint) -> None:
         with torch.device("meta"):
             loader: Any = AutoModelForCausalLM
             model = loader.from_config(
-                copy.deepcopy(unquantized(checkpoint.config)), trust_remote_code=checkpoint.trust_remote_code
+                copy.deepcopy(_unquantized(checkpoint.config)), trust_remote_code=checkpoint.trust_remote_code
             )
     except Exception:  # loading fails in the same way and reports the reason
         return

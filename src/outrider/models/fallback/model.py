@@ -137,8 +137,8 @@ class Fallback(Model):
         size = Pool.bytes_per_slot(len(self.layers), layer.kv_heads, layer.head_dim, dtype)
         return Counter({self.device: size})
 
-    def more_layers(self, config: Any, tensors: Mapping[str, Tensor], count: int) -> FamilyLayers:
-        return FamilyLayers(self.head, config, tensors, count, self.precision, self.backend, self.max_len)
+    def more_layers(self, tensors: Mapping[str, Tensor], count: int) -> FamilyLayers:
+        return FamilyLayers(self.head, tensors, count, self.precision, self.backend, self.max_len)
 
     def state_bytes(self, nodes: int) -> Counter[torch.device]:
         shapes = self.recurrences.shapes
@@ -161,7 +161,7 @@ class Fallback(Model):
     def _call(self, step_input: StepInput, pool: Pool | None) -> ForwardCall:
         states = None if pool is None else pool.states
         recurrent = RecurrentCall(self.backend.recurrence, step_input, self.recurrences, states)
-        return ForwardCall(self.backend, step_input, self.layers, self.rope, recurrent, pool)
+        return ForwardCall(self.backend, step_input, self.layers, self.rope, pool, recurrent=recurrent)
 
     def embed(self, ids: Sequence[int]) -> Tensor:
         weight: Tensor = self.body.get_input_embeddings().weight.detach()

@@ -6,8 +6,8 @@ sequence are those of the step, whose parents are in the path of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -78,15 +78,10 @@ def selective_scan(
     _refuse_tensors("mamba2_chunk_scan", others)
     if not dt_softplus:
         raise ModelError("its step sizes have no softplus, which is not supported.")
-    kernels, heads = call.kernels, hidden_states.shape[2]
-    rates, skip, bias = call.constant(lambda: _scan_constants(A, D, dt_bias, heads))
-
-    def run(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, path: Path, states: Tensor) -> Tensor:
-        return kernels.selective_scan(x, dt, rates, b, c, skip, path, states)
-
-    steps = kernels.softplus(dt[0], bias, *dt_limit)
-    shape = (heads, hidden_states.shape[3], B.shape[3])
-    return call.run(run, [hidden_states[0], steps, B[0], C[0]], shape)[None]
+    scan = call.constant(lambda: _Scan.of(A, D, dt_bias))
+    steps = call.kernels.softplus(dt[0], scan.bias, *dt_limit)
+    shape = (len(scan.bias), hidden_states.shape[3], B.shape[3])
+    return scan.run(call, [hidden_states[0], steps, B[0], C[0]], shape)[None]
 
 
 def mamba_scan(
@@ -106,25 +101,34 @@ def mamba_scan(
     _refuse_tensors("mamba_selective_scan", others)
     if not delta_softplus:
         raise ModelError("its step sizes have no softplus, which is not supported.")
-    kernels, channels = call.kernels, hidden_states.shape[1]
-    rates, skip, bias = call.constant(lambda: _scan_constants(A, D, delta_bias, channels))
-
-    def run(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, path: Path, states: Tensor) -> Tensor:
-        return kernels.selective_scan(x, dt, rates, b, c, skip, path, states)
-
+    kernels, scan = call.kernels, call.constant(lambda: _Scan.of(A, D, delta_bias))
     x, b, c = hidden_states[0].T[:, :, None], B[0].T[:, None], C[0].T[:, None]
-    parts = [part.contiguous() for part in (x, kernels.softplus(dt[0].T.contiguous(), bias), b, c)]
-    out = call.run(run, parts, (channels, 1, B.shape[1]))[:, :, 0]
+    parts = [part.contiguous() for part in (x, kernels.softplus(dt[0].T.contiguous(), scan.bias), b, c)]
+    out = scan.run(call, parts, (len(scan.bias), 1, B.shape[1]))[:, :, 0]
     if z is not None:
         out = kernels.gate(out, z[0].T.contiguous(), "silu")
     return out.T[None]
 
 
-def _scan_constants(
-    a: Tensor, d: Tensor | None, bias: Tensor | None, heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    none = torch.zeros(heads, device=a.device)
-    return a.detach().float(), _float(none if d is None else d), _float(none if bias is None else bias)
+class _Scan(NamedTuple):
+    """Constants of a selective scan.  rates: A.  skip: D.  bias: of the step sizes."""
+
+    rates: Tensor
+    skip: Tensor
+    bias: Tensor
+
+    @staticmethod
+    def of(a: Tensor, d: Tensor | None, bias: Tensor | None) -> _Scan:
+        none = torch.zeros(len(a), device=a.device)
+        return _Scan(*[_float(none if part is None else part) for part in (a, d, bias)])
+
+    def run(self, call: RecurrentCall, inputs: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """inputs: x, step sizes, B and C, as the kernel takes them.  shape: of a state"""
+
+        def scan(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, path: Path, states: Tensor) -> Tensor:
+            return call.kernels.selective_scan(x, dt, self.rates, b, c, self.skip, path, states)
+
+        return call.run(scan, inputs, shape)
 
 
 def _float(x: Any) -> Any:

@@ -78,7 +78,7 @@ INLINE void multiply_four(const int rows, const int vectors, const Form form, co
     }
 }
 
-/* What 4-bit values stand for in products. */
+/* The numbers that 4-bit values are in products. */
 INLINE vuint counted(const Form form, vuint levels, vuint values) {
     return form.has_levels ? look_up(levels, values) : values;
 }
