@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 
 from outrider.control.acceptance import CELLS, DEEP, EDGES, FINE, Calibration
 from outrider.core.row import Row
-from outrider.errors import ConfigError, write_fault
+from outrider.errors import ConfigError, saving
 
 log = logging.getLogger("outrider")
 
@@ -104,12 +104,8 @@ class Network:
 
     def save(self, file: Path) -> None:
         tensors = {"node": self.node, "request": self.request, "bias": self.bias, "output": self.output}
-        try:
+        with saving("control module", file, SafetensorError):
             save_file(tensors, file, {**self.about, "methods": " ".join(self.methods)})
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"the control module cannot be written to {str(file)!r}: {write_fault(error)}"
-            ) from error
 
 
 def load(file: Path) -> Network:
