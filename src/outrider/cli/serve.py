@@ -28,9 +28,9 @@ from outrider.cli.flags import (
     values_of,
     without_gpu_layers,
 )
-from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED, repeated
+from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED
 from outrider.cli.speculation import AUTO, config_of
-from outrider.cli.vllm import adapters, configured, nested, sized
+from outrider.cli.vllm import adapters, configured, nested, repeated, sized
 from outrider.errors import ConfigError
 
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`

@@ -60,13 +60,13 @@ def key_of(source: int, depth: int, confidence: float) -> int:
     return (source * (DEEP + 1) + level) * CELLS + cell
 
 
-def keys_of(tree: DraftTree, source: int = 1) -> list[int]:
-    """`key_of` of every node.  source: of nodes whose tree has no `proposers`."""
+def keys_of(tree: DraftTree) -> list[int]:
+    """`key_of` of every node.  Without `proposers` the first drafter is the source."""
     if tree.chained:
         depths: Iterable[int] = range(1, len(tree.tokens) + 1)
     else:
         depths = tree.depths
-    proposers = tree.proposers or repeat(source)
+    proposers = tree.proposers or repeat(1)
     return [
         (proposer * (DEEP + 1) + (depth if depth < DEEP else DEEP)) * CELLS
         + CELL_OF[int(confidence * FINE) if 0 < confidence < 1 else FINE if confidence > 0 else 0]

@@ -201,7 +201,6 @@ class DraftCost:
 
     def __init__(self, plain: float, by_level: Collection[int] = ()) -> None:
         self.plain, self.by_level = plain, by_level
-        self.idle = 0.0  # moving average of the seconds of a step without requests to drafters
         self.lines: dict[tuple[int, int], tuple[ChunkCost, float, float]] = {}  # cost, fixed, per level
 
     def known(self, drafter: int) -> bool:

@@ -99,11 +99,12 @@ def plan_states(each: Counter[torch.device], options: EngineOptions) -> int:
     for device, size in each.items():
         slots = max(1, min(slots, (limit or free_memory(device, share)) // 2 // size))
     if slots < options.max_num_seqs:
-        about = slots, options.max_num_seqs, f"{each.total():,}"
         log.warning(
             "%d requests run at once, not %d: recurrent states take %s bytes for each, and those of all may "
             "take half of the K/V memory",
-            *about,
+            slots,
+            options.max_num_seqs,
+            f"{each.total():,}",
         )
     if options.enable_prefix_caching:
         log.info("prompts share no K/V: this model has recurrent layers, whose states are not kept by page")
