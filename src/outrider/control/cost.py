@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import pairwise
+from typing import NamedTuple
 
 from outrider.control.prefill import ChunkCost
 
@@ -190,6 +191,13 @@ def _on_line(known: Mapping[int, float], rows: int) -> float:
     below, above = places[i - 1 : i + 1] if i < len(places) else places[-2:]
     slope = (known[above] - known[below]) / (above - below)
     return max(known[below] + (rows - below) * slope, known[places[0]])
+
+
+class Ask(NamedTuple):
+    """Rows that ask a drafter together, and the mean depth of what they ask for."""
+
+    rows: int
+    depth: float
 
 
 class DraftCost:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from outrider.control.acceptance import Calibration, Reach
 from outrider.control.choose import Option
-from outrider.control.cost import ForwardCost
+from outrider.control.cost import Ask, ForwardCost
 from outrider.control.ledger import EXPLORE, SHARE, Ledger, allowance
 from outrider.control.tail import Tail
 from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
@@ -330,13 +330,13 @@ class StepRecord:
         return sum([len(step.emitted) for step in self.batch])
 
     @property
-    def asks(self) -> dict[int, list[int]]:
-        """Drafter -> the levels that it has drafted for each row that asked it."""
-        asks: dict[int, list[int]] = {}
+    def asks(self) -> dict[int, Ask]:
+        """Drafter -> its asks.  The depth of one that ended at the floor is that of the levels it drafted."""
+        levels: dict[int, list[int]] = {}
         for tried in self.tries.values():
             for k, depth in tried.asked.items():
-                asks.setdefault(k, []).append(tried.proposed[k] if k in tried.ended else depth)
-        return asks
+                levels.setdefault(k, []).append(tried.proposed[k] if k in tried.ended else depth)
+        return {k: Ask(len(own), sum(own) / len(own)) for k, own in levels.items()}
 
     @property
     def late(self) -> Counter[int]:
