@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 from outrider.core.logprobs import Entry
@@ -14,8 +13,9 @@ from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
+from outrider.serve.ids import ATTEMPT, id_of
 from outrider.serve.logprobs import prompt_logprobs
-from outrider.serve.protocol import ATTEMPT, Classic, Sampling, StreamOptions, id_of
+from outrider.serve.protocol import Classic, Sampling, StreamOptions
 from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.traces import HEADERS
@@ -224,11 +224,6 @@ def ids_of(body: Sampling, prefix: str) -> Ids:
     headers = HEADERS.get({})
     shown = f"{prefix}{id_of(headers.get('x-request-id', ''))}"
     return Ids(shown, f"{shown}-{id_of(headers.get(ATTEMPT, ''))}")
-
-
-def derived(prefix: str, id: str) -> str:
-    """Id of a part of a response.  It follows from the response's id, so that a repeated one has it, too."""
-    return f"{prefix}{sha256(f'{prefix}{id}'.encode()).hexdigest()[:32]}"
 
 
 def without_text(output: RequestOutput) -> RequestOutput:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeVar, get_args
-from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -62,20 +60,6 @@ EMPTY = {"functions", "kv_transfer_params", "logits_processors", "media_io_kwarg
          "vllm_xargs"}  # fmt: skip
 # fields of which one value is accepted, that which changes nothing -> what to do instead of another one
 CURES = {"use_beam_search": BEAMS, "length_penalty": BEAMS, "early_stopping": BEAMS}
-
-
-# header of a request that a router may repeat: with it, the ids of its parts are the same again
-ATTEMPT = "x-outrider-attempt"
-
-
-def is_id(header: str) -> bool:
-    """Whether a header gives an id."""
-    return re.fullmatch(r"[!-~]{1,200}", header) is not None
-
-
-def id_of(header: str) -> str:
-    """The id that a header gives, or a random one."""
-    return header if is_id(header) else uuid4().hex
 
 
 class Body(BaseModel):

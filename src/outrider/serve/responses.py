@@ -53,14 +53,15 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
     params = params_of(body, server.llm.sampling, forms[0] if forms else None, server.reasoning, **more)
+    messages = messages_of(body.input, body.instructions)
     prompt = server.conversation(
-        messages_of(body.input, body.instructions),
+        messages,
         tools=use.tools or None,
         chat_template_kwargs=of_effort(_effort(body)),
     )
     ids = ids_of(body, "resp_")
     (request,) = await server.read([prompt], params, ids.own, adapter, body.priority, body.cache_salt)
-    reply = reply_for(server, use, body, request, server.reasoning)
+    reply = reply_for(server, use, body, request, messages, server.reasoning)
     made = Responses(server, body, ids.shown, now(), [request], reply)
     if with_logprobs:
         made.logprobs = MessageLogprobs(
