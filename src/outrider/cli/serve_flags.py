@@ -170,7 +170,7 @@ _REFUSED = (  # what would be missed; the help is the cure
     *(Flag("", str, f"--{name}", _REASONING) for name in (
         "reasoning-format", "reasoning -rea",
     )),
-    Flag("", str, "--reasoning-budget", "use max_tokens in the requests"),
+    Flag("", str, "--reasoning-budget", "give thinking_token_budget in the requests"),
     Flag("", bool, "--return-tokens-as-token-ids", "it is a field of requests: leave it out", False),
     *(Flag("", str, f"--{name}", _COPY) for name in (
         "hf-overrides", "rope-scaling", "rope-theta", "rope-scale", "rope-freq-base", "rope-freq-scale",
@@ -210,7 +210,6 @@ _REFUSED = (  # what would be missed; the help is the cure
     Flag("", str, "--lora-scaled", "use --enable-lora --lora-modules NAME=PATH"),
     Flag("", str, "--tool-parser-plugin", "use --tool-call-parser"),
     Flag("", str, "--middleware", _PROXY),
-    Flag("", str, "--uds", _PROXY),
     Flag("", str, "--path", _PROXY),
     Flag("", bool, "--enable-request-id-headers", _PROXY, False),
     Flag("", str, "--cors-origins", "use --allowed-origins"),

@@ -17,7 +17,7 @@ from outrider.serve.errors import ApiError
 from outrider.serve.harmony import CLOSINGS, HARMONY, HarmonyMarkers
 from outrider.serve.logprobs import of_token
 from outrider.serve.protocol import Calling, ChatBody
-from outrider.serve.sampling import check_logprobs, params_of
+from outrider.serve.sampling import check_budget, check_logprobs, params_of
 from outrider.serve.state import Server
 from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser, listed
 from outrider.serve.tool_choice import ToolUse
@@ -35,6 +35,7 @@ async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:
     """Check and tokenize a request of this id.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
     check_logprobs(body, server.options.max_logprobs)
+    check_budget(body, server.reasoning)
     use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
@@ -50,7 +51,7 @@ async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:
     markers = server.reasoning
     if markers is not None and body.continue_final_message:
         markers = markers.within(str(body.messages[-1].get("content")))
-    params = params_of(body, server.llm.sampling, use.form, markers, **more)
+    params = params_of(body, server.llm.sampling, use.form, markers, markers, **more)
     prompt = conversation_of(server, body, use)
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
     return Chat(server, body, request, reply_for(server, use, body, request, body.messages, markers))
