@@ -193,7 +193,7 @@ _WITH_EFFECT = {
         ),
     ),
     "use --reasoning-parser auto, or leave it out": Names(valued="reasoning-format|reasoning -rea"),
-    "use max_tokens in the requests": Names(valued="reasoning-budget"),
+    "give thinking_token_budget in the requests": Names(valued="reasoning-budget"),
     "it is a field of requests: leave it out": Names(bare="return-tokens-as-token-ids"),
     "change config.json in a copy of the model's folder": Names(
         valued=(
@@ -241,7 +241,7 @@ _WITH_EFFECT = {
     ),
     "use --tool-call-parser": Names(valued="tool-parser-plugin"),
     "put a proxy in front of the server": Names(
-        valued="middleware|uds|path|ssl-ciphers",
+        valued="middleware|path|ssl-ciphers",
         bare="enable-request-id-headers|enable-ssl-refresh",
     ),
     "use --allowed-origins": Names(valued="cors-origins"),
