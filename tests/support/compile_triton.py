@@ -90,6 +90,11 @@ def main() -> None:
     backend.top_next(logits, words, 3, None)
     queries.add(0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), tree, 0)
     backend.verifier.verify(logits, queries)
+    sampled = tree._replace(distributions=[torch.rand(9000).double()], probs_of=[0, -1])
+    for rule in ("rejection", "block", "traversal"):
+        queries = backend.verifier.queries(rule)
+        queries.add(0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), sampled, 0)
+        backend.verifier.verify(logits, queries)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from outrider.backends.triton.jobs import ROWS, cost_of, frame, kind_of, padded,
 from outrider.backends.triton.linear import FEW, TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
-from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
+from outrider.backends.triton.rules import RuleQueries
+from outrider.backends.triton.verifier import TreeQueries
 from outrider.core.device import power_of_two
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
@@ -211,8 +212,8 @@ def _with_plan(job: _Step | _Chain, plan: Plan) -> StepInput:
 class _Step:
     """`Job` of a step.
 
-    Its inputs are int32 numbers: ids [N], rows with logits [M], `verifier.WORDS` words of 8 bytes of each of
-    these for the trees, and the plan.  Its results: logits [M, V], states [N, states · h] side by side, and
+    Its inputs are int32 numbers: ids [N], rows with logits [M], as many words of 8 bytes of each of these as
+    the trees have, and the plan.  Its results: logits [M, V], states [N, states · h] side by side, and
     answers, each if asked for.
     """
 
@@ -222,7 +223,7 @@ class _Step:
         self,
         model: _Model,
         states: tuple[int, ...],
-        queries: TreeQueries | None,
+        queries: TreeQueries | RuleQueries | None,
         runs: Runs,
         sizes: StepSizes | None,
     ) -> None:
@@ -232,8 +233,8 @@ class _Step:
         step, self.wanted = self.padded
         self.sizes, self.cost = (*step, self.wanted), cost_of(step.rows) + self.wanted / WANTED_AS_LONG
         self.uses = model.stack, model.kv.pool
-        self.rest = model.kv.layer, *kind_of(step), states, queries is None
-        words = 0 if queries is None else 2 * WORDS * self.wanted
+        self.rest = model.kv.layer, *kind_of(step), states, queries and queries.rule
+        words = 0 if queries is None else 2 * queries.words_each * self.wanted
         self.parts = [aligned(step.rows), aligned(self.wanted), aligned(words), total(step)]
 
     def at(self, sizes: tuple[int, ...]) -> _Step:
@@ -269,8 +270,8 @@ class _Step:
         kept = [model.final(x) if layer == FINAL else taps[layer] for layer in self.states]
         found = [torch.cat(kept, dim=1)] if len(kept) > 1 else kept
         if self.queries is not None:
-            most = self.wanted if self.graphed else self.queries.most
-            found.append(answers_to(logits, words[: 2 * WORDS * self.wanted].view(torch.int64), most))
+            numbers = words[: 2 * self.queries.words_each * self.wanted].view(torch.int64)
+            found.append(self.queries.answers_to(logits, numbers, self.graphed))
         return logits, *found
 
     def _run(self, x: Tensor, step: StepInput) -> tuple[Tensor, dict[int, Tensor]]:
