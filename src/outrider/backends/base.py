@@ -91,7 +91,7 @@ class Chain(NamedTuple):
     """A chain of draft tokens that begins after row `at` of a step.
 
     probs: if given, tokens are sampled.  float64 [levels, width], receives what each was sampled from, 0
-        after the draft's vocabulary.
+        after the draft's vocabulary.  On the CPU, or on a device whose kernels verify trees by q.
     first_node: number of the random stream of the first sampled token
     floor, joint_floor: with a `StopRule`: the chain ends after a token of lower probability, or with which
         the product of its probabilities is lower

@@ -223,6 +223,37 @@ def _draw(t, root, node, behind, total, uniform):
     return token
 
 
+@triton.jit
+def _sample(t, samples, tokens, width):
+    """Replace the token of a row by a sample, and store what it was sampled from, padded to `width`.
+
+    samples: int64 [M, 2], the address for that, 0 for a row that is not sampled, and the bits of a uniform
+    """
+    row = tl.program_id(0)
+    address = tl.load(samples + row * 2)
+    if (address == 0) | (tl.load(tokens + row) < 0):
+        return
+    total, uniform = tl.load(t.totals + row), tl.load(samples + row * 2 + 1).to(tl.float64, bitcast=True)
+    tl.store(tokens + row, _draw(t, row, -1, 0, total, uniform))
+    kept = address.to(tl.pointer_type(tl.float64))
+    for first in range(0, width, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        tl.store(kept + i, _mass(t, row, i) / total, mask=i < width)
+
+
+def sample(
+    logits: Tensor, owners: Tensor, params: Tensor, samples: Tensor, tokens: Tensor, width: int
+) -> None:
+    """Replace the tokens int64 [M] that `_sample` is asked for; -1 stays."""
+    rows, links = (
+        Rows(logits, logits.amax(-1), owners, params),
+        owners.new_full((len(tokens), LINKS.value), -1),
+    )
+    _sample[(len(tokens),)](
+        targets_of(rows, links), samples, tokens, width, num_warps=WARPS, enable_fp_fusion=False
+    )
+
+
 def targets_of(rows: Rows, links: Tensor) -> Targets:
     """The distributions of rows of logits that have these links."""
     (m, vocabulary), device = rows.logits.shape, rows.logits.device

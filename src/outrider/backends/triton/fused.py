@@ -19,6 +19,7 @@ from outrider.backends.base import Backend, Chains, LayerKV
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
+from outrider.backends.triton.distributions import sample
 from outrider.backends.triton.features import features_of
 from outrider.backends.triton.graphs import LAUNCHED, LAUNCHED_DRAFT, Graphs, Results
 from outrider.backends.triton.jobs import ROWS, cost_of, frame, kind_of, padded, padded_rows
@@ -89,8 +90,9 @@ class TritonFusedModel:
         return logits.clone() if job.graphed else logits  # any graph's next replay may use this memory
 
     def extends(self, chains: Chains) -> bool:
-        """Not chains that are read after every token, or whose tokens are sampled from what is returned."""
-        if any(chain.probs is not None for chain in chains.chains):
+        """Not chains that are read after every token, or samples whose distributions are for the host."""
+        device = self.backend.device
+        if any(chain.probs is not None and chain.probs.device != device for chain in chains.chains):
             return False
         rule = chains.stop_rule
         if rule is None:
@@ -300,7 +302,9 @@ class _Chain:
         self.sizes, self.cost = (*step, levels, count), cost_of(step.rows, *[count] * (levels - 1))
         self.uses = model.stack, model.kv.pool
         asked = chains.stop_rule is None, chains.states is None
-        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, *asked
+        # of the distributions that tokens are sampled from; 0 if none is
+        self.width = max(0 if chain.probs is None else chain.probs.shape[1] for chain in chains.chains)
+        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, self.width, *asked
         self.numbers = ChainNumbers(*self.padded)
 
     def at(self, sizes: tuple[int, ...]) -> _Chain:
@@ -337,6 +341,8 @@ class _Chain:
         """Tokens and features of a level, picked from the stream x [C, h]."""
         logits = self.model.logits(self.model.final(x))[:, : self.chains.vocabulary]
         tokens = next_tokens(logits, given.owners[level], given.params)
+        if self.width:
+            sample(logits, given.owners[level], given.params, given.samples[level], tokens, self.width)
         parts = [tokens[:, None].double()]
         if self.chains.stop_rule is not None:
             parts.append(features_of(logits, given.temperatures, tokens.clamp_min(0)))
