@@ -173,7 +173,7 @@ def check_samples(
 
 def test_sampled_chains_return_what_their_tokens_were_sampled_from(decoder: Decoder) -> None:
     probs = some_probs(torch.device("cpu"))
-    wanted = Chains(chains_of(probs), VOCABULARY, StopRule())
+    wanted = Chains(chains_of(probs), VOCABULARY, StopRule(), width=WIDTH)
     check_samples(decoder, *decoder.draft_chain(first_step(), decoder.pool(80), wanted), probs)
 
 
@@ -196,7 +196,9 @@ def test_distributions_of_samples_stay_on_the_device(
     for _ in range(2):
         probs, step, pool = some_probs(DEVICE), first_step(), decoder.pool(80)
         with Syncs() as seen:
-            answer = decoder.draft_chain(step, pool, Chains(chains_of(probs), VOCABULARY, StopRule()))
+            answer = decoder.draft_chain(
+                step, pool, Chains(chains_of(probs), VOCABULARY, StopRule(), width=WIDTH)
+            )
         assert seen.seen == ["tolist"]
         found.append((*answer, probs))
     assert own is None or own.counts.replayed == 2

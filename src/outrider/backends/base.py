@@ -112,12 +112,14 @@ class Chains(NamedTuple):
 
     A chain ends after `levels` tokens, by `stop_rule`, or if no token can be picked.
     states: [chains, most levels, h], receives the residual stream that each token was picked from
+    width: of `Chain.probs`, if any chain of this drafter has it, and 0 otherwise: one graph serves them all
     """
 
     chains: Sequence[Chain]
     vocabulary: int
     stop_rule: StopRule | None = None
     states: Tensor | None = None
+    width: int = 0
 
 
 # The best token of each row of logits [n, V], given the distribution and the key of the noise of each.

@@ -50,6 +50,11 @@ class Target:
         return asked or (CPU_NODES if self.on_cpu else published)
 
     @property
+    def probs_width(self) -> int:
+        """Probabilities of a distribution q; 0 if the rule reads none."""
+        return self.vocabulary if self.needs_probs else 0
+
+    @property
     def probs_device(self) -> torch.device:
         """Where distributions q of a device's samples stay: there, if its kernels compare them with p."""
         verifier = self.decoder.backend.verifier

@@ -302,9 +302,7 @@ class _Chain:
         self.sizes, self.cost = (*step, levels, count), cost_of(step.rows, *[count] * (levels - 1))
         self.uses = model.stack, model.kv.pool
         asked = chains.stop_rule is None, chains.states is None
-        # of the distributions that tokens are sampled from; 0 if none is
-        self.width = max(0 if chain.probs is None else chain.probs.shape[1] for chain in chains.chains)
-        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, self.width, *asked
+        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, chains.width, *asked
         self.numbers = ChainNumbers(*self.padded)
 
     def at(self, sizes: tuple[int, ...]) -> _Chain:
@@ -341,8 +339,8 @@ class _Chain:
         """Tokens and features of a level, picked from the stream x [C, h]."""
         logits = self.model.logits(self.model.final(x))[:, : self.chains.vocabulary]
         tokens = next_tokens(logits, given.owners[level], given.params)
-        if self.width:
-            sample(logits, given.owners[level], given.params, given.samples[level], tokens, self.width)
+        if width := self.chains.width:
+            sample(logits, given.owners[level], given.params, given.samples[level], tokens, width)
         parts = [tokens[:, None].double()]
         if self.chains.stop_rule is not None:
             parts.append(features_of(logits, given.temperatures, tokens.clamp_min(0)))

@@ -212,7 +212,7 @@ class ModelDrafter(Drafter):
         """Draft all chains in one call of the backend."""
         chains = [self._chain(start) for start in first.starts]
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
-        wanted = Chains(chains, self.vocabulary, stop_rule)
+        wanted = Chains(chains, self.vocabulary, stop_rule, width=self.target.probs_width)
         tokens_of, features_of = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
         trees = {}
         for i, start in enumerate(first.starts):
