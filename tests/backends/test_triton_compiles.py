@@ -28,6 +28,7 @@ NAMES = {
     "_best",
     "_score",
     "_walk",
+    "_sample",
     "_sum_parts",
     "_add_parts",
     "_rejection",

@@ -164,6 +164,7 @@ def test_rules_that_compare_p_with_q_stay_on_the_device(
     monkeypatch.setattr("outrider.backends.triton.graphs.graphs_for", lambda device: own)
     params = [PARAMS[0], PARAMS[1]]
     llm.use(use)
+    llm.engine.ahead = True  # a step in flight, as on a device
     steps, seen = llm.engine.steps, Syncs()
     with seen:
         outputs = run_staggered(llm, PROMPTS, params)
