@@ -1,9 +1,9 @@
 """Sampling distributions of rows of logits in float64: their sums, residuals and samples.
 
-`backends/torch/sampling.py`, `verify/base.py` and `sampling/random_streams.py` are the reference.  Sums are in
-another order than theirs, so probabilities differ from them by a few roundings, about 1e-16.
+`backends/torch/sampling.py`, `verify/base.py` and `sampling/random_streams.py` are the reference.  Sums are
+in another order than theirs, so probabilities differ from them by a few roundings, about 1e-16.
 
-A distribution is never stored.  Its mass at a token is exp(distance from the highest logit), less what rejected
+The target's distributions are not stored.  A mass is exp(distance from the highest logit), less what rejected
 draft tokens have taken from it, one after the other: the record of each has the factors of p and q.
 """
 
@@ -40,8 +40,8 @@ class Targets(NamedTuple):
     best:    int32 [M], the token of a greedy row; -1 for others
     links:   int64 [M, LINKS]: token, parent, address of q or 0 for a chosen token, first child, next sibling,
              and the sibling before it that was sampled from the same q without replacement; -1 for none
-    records: float64 [M, RECORD], scratch: factors of p and q and the mass that is left when a rejected node has
-             taken its q from p; acceptance probability and total of a node whose children are verified
+    records: float64 [M, RECORD], scratch: factors of p and q and the mass that is left when a rejected node
+             has taken its q from p; acceptance probability and total of a node while its children are verified
     stride:  of the logits
     """
 

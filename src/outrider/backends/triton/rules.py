@@ -144,7 +144,7 @@ def _block(t, trees, answers):
 
 @triton.jit
 def _traversal(t, trees, answers):
-    """`verify.traversal` of one tree.  Where the walk goes down, the record of a node keeps what it is up to."""
+    """`verify.traversal` of one tree.  The record of a node keeps its state while a child is visited."""
     tree = trees + tl.program_id(0) * TREE
     root, key = tl.load(tree), tl.load(tree + 1)
     if root < 0:
