@@ -19,7 +19,7 @@ from outrider import LLM, SamplingParams
 from outrider.core.step import Batch
 from outrider.draft import names
 from outrider.engine import memory
-from outrider.engine.runner import Runner
+from outrider.engine.row_states import RowStates
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.fallback import recurrent
 from outrider.testing import (
@@ -205,23 +205,23 @@ def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.M
 
 
 def one_replay_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Runner.settle
+    settle = RowStates.settle
 
-    def spoilt(self: Runner, batch: Batch) -> None:
+    def spoilt(self: RowStates, batch: Batch) -> None:
         settle(self, batch)
-        self.accepted = [each._replace(kept=each.kept[:-1]) for each in self.accepted]
+        self.accepted = {table: kept[:-1] for table, kept in self.accepted.items()}
 
-    monkeypatch.setattr(Runner, "settle", spoilt)
+    monkeypatch.setattr(RowStates, "settle", spoilt)
 
 
 def replays_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Runner.settle
+    settle = RowStates.settle
 
-    def spoilt(self: Runner, batch: Batch) -> None:
+    def spoilt(self: RowStates, batch: Batch) -> None:
         settle(self, batch)
-        self.accepted = [each._replace(kept=[*range(len(each.kept))]) for each in self.accepted]
+        self.accepted = {table: [*range(len(kept))] for table, kept in self.accepted.items()}
 
-    monkeypatch.setattr(Runner, "settle", spoilt)
+    monkeypatch.setattr(RowStates, "settle", spoilt)
 
 
 def chains_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:

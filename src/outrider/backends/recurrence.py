@@ -71,11 +71,11 @@ class Path:
             if is_saved:
                 saved.add(own)
         written = set(self.slot)
-        for row, slot in copies.items():
-            if slot in written or slot < 0:
-                raise ValueError(f"slot {slot} of a copy is that of a row, or of another copy.")
-            written.add(slot)
-            self.copy[row] = slot
+        for row, copied in copies.items():
+            if copied in written or copied < 0:
+                raise ValueError(f"slot {copied} of a copy is that of a row, or of another copy.")
+            written.add(copied)
+            self.copy[row] = copied
 
     def __len__(self) -> int:
         return len(self.parent)
