@@ -15,6 +15,7 @@ from outrider.backends.base import Chain, Chains, LayerKV
 from outrider.backends.cpu import lora, structs
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.packing import KINDS, Packed
+from outrider.backends.cpu.recurrent_rows import attach
 from outrider.backends.cpu.rules import TreeQueries
 from outrider.backends.cpu.structs import address
 from outrider.core.lora import Runs
@@ -55,6 +56,8 @@ class Logits(NamedTuple):
 
 class CpuFusedModel:
     """`FusedModel` by fused.c."""
+
+    has_recurrent = True
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
@@ -115,6 +118,7 @@ def _model(
     step_input, pool, _ = kv
     stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
     rows, keys = view.with_adapters(adapters), structs.keys_of(pool)
+    attach(rows, step_input, pool.states)
     return stack.shape, stack.layers, ends.c, rows, view.input_ids, keys, pool.plane_bytes
 
 
