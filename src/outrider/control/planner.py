@@ -21,8 +21,9 @@ from outrider.control.crowds import Crowd, crowd_of, relieved, shrink
 from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import CROWD, USED, USUAL_GRACE, Grace
-from outrider.control.plan import Load, Plan, RowState
+from outrider.control.plan import Load, Plan
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
+from outrider.control.row_state import RowState
 from outrider.core.clock import working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
@@ -175,8 +176,8 @@ class Planner:
         choice = self.granted.get(kind)
         if choice is not None and self._takes(choice, room):
             return choice.plan._replace(state=self._begun(row))
-        for reach in state.reach if state is not None else ():
-            reach.fade(row.steps)
+        for arm in state.arms if state is not None else ():
+            arm.reach.fade(row.steps)
         chosen, wait = self._choose(row, state, most, room)
         if chosen:
             chosen.sort(key=lambda candidate: candidate.option.cost)
@@ -264,7 +265,7 @@ class Planner:
             candidate = self._candidate(k, row, state, found[k], courage, room)
             if candidate.late and chosen:  # beside another one, it is a trial to compute the text for it
                 candidate = candidate._replace(pays=False, sure=False)
-            retry = 0 if state is None else state.retry[k] - row.steps
+            retry = 0 if state is None else state.arms[k].retry - row.steps
             pause = self._pause(k, candidate, most, retry, room)
             if self._lacks(k, row) and not self.evidence.prefills[k]:
                 pause = pause or int(k in self.trying)  # one row shows what it costs to compute a text
@@ -312,10 +313,11 @@ class Planner:
 
     def best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
         """The best depth of a drafter for a row; one for all rows of a grade that have not asked it."""
-        if state is not None and state.reach[k].above is not above:
-            state.reach[k] = Reach(above)  # the grade is another one
-        if state is not None and state.reach[k].asked:
-            return self._option(k, state.reach[k], courage, depth)
+        own = None if state is None else state.arms[k]
+        if own is not None and own.reach.above is not above:
+            own.reach = Reach(above)  # the grade is another one
+        if own is not None and own.reach.asked:
+            return self._option(k, own.reach, courage, depth)
         place = above, depth, self.crowds[k].rows
         if place not in self.options:
             self.options[place] = self._option(k, Reach(above), courage, depth)
