@@ -133,8 +133,10 @@ class Evidence:
                 self.state(row).enter(names, own.spent, own.plain, own.steps, own.drafted, own.idle)
 
     def _remember(self) -> None:
-        sums = self.total.seconds, self.total.plain_seconds
-        self.history.append(Moment({**self.total.steps}, *sums, self.ledger.loss, self.ledger.room))
+        total, ledger = self.total, self.ledger
+        self.history.append(
+            Moment({**total.steps}, total.seconds, total.plain_seconds, ledger.loss, ledger.room)
+        )
 
     def rested(self, load: Load, seconds: Sequence[float], propose: float, beside: int = 0) -> None:
         """Take in a rest: seconds of plain steps and their idle drafters, tokens emitted beside prompts."""
