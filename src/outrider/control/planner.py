@@ -207,8 +207,9 @@ class Planner:
         room: seconds that the row may still lose.
         """
         accounts = self.accounts
-        for option, late, pays, sure in choice.chosen:
-            if need(option.cost, pays) > min(room, accounts.room_of(sure, late)):
+        for candidate in choice.chosen:
+            option, late, pays, _ = candidate
+            if accounts.lacks(candidate, room) > 0:
                 return False
             if not pays and accounts.wait(option.drafter, option.cost + late):
                 return False
@@ -300,7 +301,7 @@ class Planner:
 
         retry: until it may be tried again in this row.  room: seconds that the row may still lose.
         """
-        option, late, pays, sure = candidate
+        option, late, pays, _ = candidate
         if not pays:
             if not self.prices.hopeful(k, self.load, most):
                 return LONGEST_PAUSE
@@ -308,8 +309,7 @@ class Planner:
             pause = max(retry, self.accounts.wait(k, rows * (option.cost + late)))
             if pause > 0 or rows > self.crowds[k].due:
                 return max(pause, DIGEST)
-        lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure, late))
-        return self.accounts.until(lacks) if lacks > 0 else 0
+        return self.accounts.until(self.accounts.lacks(candidate, room))
 
     def best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
         """The best depth of a drafter for a row; one for all rows of a grade that have not asked it."""
