@@ -17,7 +17,7 @@ from outrider.serve.formats.tags import (
     STEP3,
     STEP3_MARKERS,
 )
-from outrider.serve.harmony import CALL, FINAL, read_calls
+from outrider.serve.harmony import BARE_CALL, CALL, FINAL, RECIPIENT_FIRST, read_calls
 from outrider.serve.ids import derived
 from outrider.serve.tool_calls import STRICT, Pieces, ToolParser, Tools, calls_in
 
@@ -100,7 +100,7 @@ PARSERS: dict[str, ToolParser] = {
     **dict.fromkeys(("qwen3_coder", "qwen3_xml", "mimo", "nemotron_v3", "step3p5"), XML),
     "granite": ToolParser((GRANITE, TOOL_CALL), behind(GRANITE, TOOL_CALL, closings=("</tool_call>",))),
     "granite-20b-fc": ToolParser(("<function_call>",), behind("<function_call>")),
-    "openai": ToolParser((CALL,), read_calls),
+    "openai": ToolParser((CALL, RECIPIENT_FIRST), read_calls, BARE_CALL),
     **dict.fromkeys(("deepseek_v3", "deepseek_v31"), DEEPSEEK),
     "deepseek_v32": ToolParser(DEEPSEEK_V32.openings, DEEPSEEK_V32),
     "deepseek_v4": ToolParser(DEEPSEEK_V4.openings, DEEPSEEK_V4),
