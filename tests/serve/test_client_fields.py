@@ -47,7 +47,8 @@ MORE: dict[str, dict[str, Any]] = {
         "reasoning": {"effort": "low", "summary": None}, "text": {"format": {"type": "text"}},
         "include": ["reasoning.encrypted_content"], "parallel_tool_calls": False, "tools": [],
         "max_tool_calls": 3, "stream_options": {"include_obfuscation": False}, "truncation": "disabled",
-        "background": False, "enable_response_messages": False, "conversation": None, "top_logprobs": 0, "tool_choice": "auto",
+        "background": False, "enable_response_messages": False, "conversation": None,
+        "top_logprobs": 0, "tool_choice": "auto",
     },
 }  # fmt: skip
 # fields of vLLM's bodies, as of November 2026
@@ -118,8 +119,8 @@ def test_the_text_of_a_prompt_is_returned(server: Served) -> None:
     body = {**BODIES[CHAT], "return_prompt_text": True}
     text = server.post(CHAT, body).json()["prompt_text"]
     assert "Hello" in text and text != "Hello"
-    parts = [json.loads(line[6:]) for line in server.post(CHAT, {**body, "stream": True}).text.split("\n\n")
-             if line.startswith("data: {")]  # fmt: skip
+    lines = server.post(CHAT, {**body, "stream": True}).text.split("\n\n")
+    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert [part.get("prompt_text") for part in parts] == [text] + [None] * (len(parts) - 1)
     assert all("token_ids" not in part["choices"][0] for part in parts)
     assert "prompt_text" not in server.post(CHAT, BODIES[CHAT]).json()

@@ -81,8 +81,8 @@ def test_marks_of_a_cache_that_move_between_turns_change_no_block() -> None:
     words = ["a b c " * 60, "d e f " * 60, "g h i " * 60]
     tools = [{"name": "f", "cache_control": {"type": "ephemeral"}}]
     first = {"tools": tools, "messages": [turn("user", words[0], True)]}
-    second = {"tools": [{"name": "f"}], "messages": [turn("user", words[0], False), turn("assistant", words[1], False),
-              turn("user", words[2], True)]}  # fmt: skip
+    later = [turn("assistant", words[1], False), turn("user", words[2], True)]
+    second = {"tools": [{"name": "f"}], "messages": [turn("user", words[0], False), *later]}
     keys = blocks_of(first)
     assert len(keys) > 8 and blocks_of(second)[: len(keys)] == keys
 

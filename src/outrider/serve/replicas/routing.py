@@ -56,7 +56,7 @@ def blocks_of(body: Mapping[str, Any]) -> list[int]:
 
 
 def _unmarked(given: Any) -> Any:
-    """A message, or a part of one or tools, without marks of Anthropic's cache: each turn has them elsewhere."""
+    """A message, a part of one, or tools without marks of Anthropic's cache: they move between turns."""
     if isinstance(given, list):
         return [_unmarked(each) for each in given]
     if not isinstance(given, dict) or not (
