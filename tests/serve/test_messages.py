@@ -107,7 +107,7 @@ def test_the_reason_of_the_end_is_named(server: Served) -> None:
 
 
 def test_a_text_that_was_aborted_is_no_end_of_a_turn() -> None:
-    """It was "end_turn", of a response "completed", as if the model had said all."""
+    """It was "end_turn", of a response "completed", as if nothing were missing."""
     sample = CompletionOutput(0, "So", [1], "abort")
     for end in (lambda: end_of_turn(sample, Parsed("So", [])), lambda: status_of(sample)):
         with pytest.raises(ApiError, match="aborted") as caught:
