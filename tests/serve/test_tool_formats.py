@@ -197,6 +197,7 @@ def test_other_texts_are_content(name: str, text: str) -> None:
         (r"x='a\x41\u00c6\'\n\d', y=" + '"it\'s"', {"x": "aAÆ'\n\\d", "y": "it's"}),
         ("x='''a\n'b' c''', y='', z=\"\"", {"x": "a\n'b' c", "y": "", "z": ""}),
         ("command='sed -n '360,450p' f.py'", {"command": "sed -n '360,450p' f.py"}),
+        ("c='python -c \"f(3, s='x')\"', d=('x', 'y')", {"c": "python -c \"f(3, s='x')\"", "d": ["x", "y"]}),
         ("command='cat << E\nprint(1)\nE'", {"command": "cat << E\nprint(1)\nE"}),
         ("1, [2], c='d'", {"a": 1, "b": [2], "c": "d"}),
         ("x=[1, 2,],", {"x": [1, 2]}),

@@ -12,7 +12,8 @@ from outrider.core.reasoning import without_beginning
 
 WORD = re.compile(r"[^\s,()\[\]{}:='\"<>]+")
 SPACE = re.compile(r"\s*")
-ENDS_STRING = re.compile(r"\s*(?:[,)\]}:]|$)")  # what may follow a quote that ends a string
+# what may follow a quote that ends a string, and what does not tell yet whether it does
+ENDS_STRING, UNDECIDED = re.compile(r"\s*(?:[,\]}:]|\)+[ \t]*[,\]}<\n])"), re.compile(r"\s*\)*[ \t]*\Z")
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 CODES = {"x": 2, "u": 4, "U": 8}  # digits of an escaped character
@@ -112,9 +113,9 @@ class Literals:
             rest = self.text[self.at : self.at + 10]
             if not rest or quote.startswith(self.text[self.at :]):
                 raise Ended  # also at a quote: what follows tells whether it is the end
+            if rest.startswith(quote) and UNDECIDED.match(self.text, self.at + len(quote)):
+                raise Ended
             if rest.startswith(quote) and ENDS_STRING.match(self.text, self.at + len(quote)):
-                if SPACE.fullmatch(self.text, self.at + len(quote)):
-                    raise Ended
                 self.at += len(quote)
                 self.made.append('"')
                 return
