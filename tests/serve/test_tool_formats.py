@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -281,3 +282,15 @@ def test_mistrals_calls_have_ids_of_nine_letters() -> None:
 )
 def test_the_template_names_the_format(template: str, name: str) -> None:
     assert parser_for("auto", template) is PARSERS[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_coder", "openai", "glm45", "mistral", "pythonic", "gemma4", "hermes"]
+)
+def test_texts_that_repeat_themselves_take_linear_time(name: str) -> None:
+    marker = next(iter(PARSERS[name].markers), "[")
+    for part in (" ", "<", "{", "\\", "a", marker, "<function=", "f('"):
+        text = f"{marker}f{part * (20_000 // len(part))}"
+        began = time.perf_counter()
+        PARSERS[name].parse(text, True, TOOLS)
+        assert time.perf_counter() - began < 0.5, repr(part)

@@ -40,7 +40,7 @@ HEADS = (CALL, "to=functions.")  # beginnings of a call
 # of a call, with its recipient behind the channel or in front of it
 CALL_HEAD = re.compile(
     r"(?:<\|channel\|>commentary to=functions\.(?P<name>[\w.-]++)[^<]*+"
-    r"|(?:<\|start\|>assistant)?\s*+to=functions\.(?P<first>[\w.-]++)[^<]*+<\|channel\|>\w++[^<]*+)"
+    r"|(?:<\|start\|>assistant ?)?to=functions\.(?P<first>[\w.-]++)[^<]*+<\|channel\|>\w++[^<]*+)"
     r"(?:<\|constrain\|>[^<]*+)?<\|message\|>\s*+"
 )
 BEGUN = "|".join(re.escape(HEADS[1][:length]) for length in range(len(HEADS[1])))

@@ -51,7 +51,7 @@ def _mistral_id(name: str, number: int, own: str) -> str:
 # [TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}, several times
 MISTRAL_READER = Objects(
     re.compile(
-        r"\[TOOL_CALLS\](?:\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)"
+        r"\[TOOL_CALLS\](?:\s*(?P<name>[\w.-]+)\s*+(?:\[CALL_ID\]\s*(?P<id>\w+)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)"
         r"|(?=\s*[\[{]))"
     ),
     ("[TOOL_CALLS]",),

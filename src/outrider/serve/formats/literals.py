@@ -19,6 +19,7 @@ ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v"
 CODES = {"x": 2, "u": 4, "U": 8}  # digits of an escaped character
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 DEEPEST = 100
+LONGEST = 10  # characters of an escape; a quote has fewer
 
 
 class Ended(Exception):
@@ -72,16 +73,17 @@ class Literals:
             self._word()
 
     def _quote(self) -> str | None:
+        rest = self.text[self.at : self.at + LONGEST]
         for quote in self.quotes:
             if self.text.startswith(quote, self.at):
                 triple = 3 * quote
                 return triple if len(quote) == 1 and self.text.startswith(triple, self.at) else quote
-            if quote.startswith(self.text[self.at :]):
+            if quote.startswith(rest):
                 raise Ended
         return None
 
     def _string(self, quote: str, kinds: set[str] | None) -> None:
-        if len(quote) == 1 and (3 * quote).startswith(self.text[self.at :]):
+        if len(quote) == 1 and (3 * quote).startswith(self.text[self.at : self.at + LONGEST]):
             raise Ended  # it may become a triple quote
         self.at += len(quote)
         if not self.raw:
@@ -110,8 +112,8 @@ class Literals:
         while True:
             if (found := self.skip(plain_text)) is not None:
                 self.made.append(json.dumps(found[0], ensure_ascii=False)[1:-1])
-            rest = self.text[self.at : self.at + 10]
-            if not rest or quote.startswith(self.text[self.at :]):
+            rest = self.text[self.at : self.at + LONGEST]
+            if quote.startswith(rest):
                 raise Ended  # also at a quote: what follows tells whether it is the end
             if rest.startswith(quote) and UNDECIDED.match(self.text, self.at + len(quote)):
                 raise Ended

@@ -195,8 +195,8 @@ def _quoted(outer: str, prefix: str = "", parameter: str = "parameter", end: str
 def _equal(outer: str) -> Tags:
     """Qwen3-Coder's tags: <function=weather><parameter=city>Oslo</parameter></function>"""
     return Tags(
-        re.compile(rf"(?P<outer>{outer}\s*)?<function=(?P<name>[^>\s]+)>"),
-        re.compile(rf"{outer}|<function=[^>\s]*$"),
+        re.compile(rf"(?P<outer>{outer}\s*)?<function=(?P<name>[^<>\s]+)>"),
+        re.compile(rf"{outer}|<function=[^<>\s]*$"),
         re.compile(r"\s*<parameter=(?P<key>[^>\s]+)>"),
         "</parameter>",
         re.compile(r"\s*</function>"),
