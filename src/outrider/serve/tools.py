@@ -136,7 +136,7 @@ PARSERS: dict[str, ToolParser] = {
     "nemotron_json": ToolParser(("<TOOLCALL>",), behind("<TOOLCALL>", closings=("</TOOLCALL>",))),
 }
 # texts that are all in the chat template of a format -> its name; the first entry that fits counts
-IN_TEMPLATES = (
+IN_TEMPLATES: tuple[tuple[tuple[str, ...], str], ...] = (
     ((FINAL,), "openai"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<seed:tool_call>",), "seed_oss"),
