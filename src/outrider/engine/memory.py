@@ -41,6 +41,8 @@ def build_cache(
     each = target.state_bytes(max_nodes)
     states = plan_states(each, options)
     all_states = Counter({device: states * size for device, size in each.items()})
+    for device, size in drafter.state_bytes(target.device).items():
+        all_states[device] += options.max_num_seqs * size
     one, request = target.state_bytes(0), -(-max_len // PAGE) * PAGE * slot_bytes.total()
     taken = all_states.total() + request + working.total()
     num_snapshots = plan_snapshots(one, states, taken, options)
