@@ -98,6 +98,13 @@ def test_a_target_with_recurrent_layers_has_no_draft_model_of_its_family(
     made(llm, "eagle3")
 
 
+def test_a_draft_with_recurrent_layers_is_not_adapted(tmp_path: Path) -> None:
+    hybrids.write("qwen3.5", tmp_path / "draft")
+    llm = load(tiny_checkpoint(tmp_path / "target"))
+    with pytest.raises(ConfigError, match="has recurrent layers, and is not trained"):
+        made(llm, "pard", draft=str(tmp_path / "draft"))
+
+
 def test_a_model_of_experts_is_quantized_but_for_its_router(tmp_path: Path) -> None:
     sizes = {**QWEN, "hidden_size": 128, "moe_intermediate_size": 128}
     llm = load(tiny_checkpoint(tmp_path / "target", "Qwen3Moe", **sizes))

@@ -70,8 +70,9 @@ class Engine:
             )
         self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.backend)
-        about = self.decoder, self.checkpoint, options, self.device, self.max_len
-        self.controllers = AdaptiveControllers(*about)
+        self.controllers = AdaptiveControllers(
+            self.decoder, self.checkpoint, options, self.device, self.max_len
+        )
         vocabulary = self.checkpoint.spec.vocabulary
         self.target = Target(
             self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of,

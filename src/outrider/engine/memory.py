@@ -109,11 +109,12 @@ def plan_states(each: Counter[torch.device], options: EngineOptions) -> int:
     for device, size in each.items():
         slots = max(1, min(slots, (limit or free_memory(device, share)) // 2 // size))
     if slots < options.max_num_seqs:
-        about = slots, options.max_num_seqs, f"{each.total():,}"
         log.warning(
             "%d requests run at once, not %d: recurrent states take %s bytes for each, and those of all may "
             "take half of the K/V memory",
-            *about,
+            slots,
+            options.max_num_seqs,
+            f"{each.total():,}",
         )
     return slots
 
