@@ -199,11 +199,17 @@ def test_a_draft_model_with_attention_drafts_for_a_hybrid(case: Case, tmp_path: 
 # ---- what is refused
 
 
-def test_a_hybrid_is_no_draft_model(case: Case) -> None:
-    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
-        case.llm.use({"method": "draft_model", "model": case.folder})
-    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
+def test_a_hybrid_is_not_its_own_draft_model(case: Case) -> None:
+    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be its own draft model"):
         case.llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 16})
+
+
+@pytest.mark.parametrize(
+    "given", [{"siblings": 2}, {"draft_kv_budget": 16}, {"drafter": {"method": "ngram"}}]
+)
+def test_a_hybrid_drafts_chains_only(case: Case, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"and drafts plain chains .* leave {next(iter(given))} out"):
+        case.llm.use({"method": "draft_model", "model": case.folder, **given})
 
 
 def test_skipping_layers_is_refused(case: Case) -> None:

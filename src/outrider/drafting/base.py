@@ -132,6 +132,10 @@ class Drafter:
         """Bytes of K/V for every slot of the target's cache, by device.  `device` is the target's."""
         return Counter()
 
+    def state_bytes(self, device: torch.device) -> Counter[torch.device]:
+        """Bytes of recurrent states for every request, by device.  `device` is the target's."""
+        return Counter()
+
     def allocate(self, slots: int, pool: Pool) -> Storage:
         """Allocate K/V storage for `slots` slots.  Called once.  `pool` is the target's."""
         return Storage()

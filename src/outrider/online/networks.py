@@ -57,7 +57,7 @@ def _draft_model(drafter: DraftModel) -> Any:
     options, vocabulary = drafter.options, drafter.target.vocabulary
     if drafter.one_pass is not None:
         raise ConfigError(f"online: the PARD model {options.model!r} {CURE.replace('head', 'draft model')}")
-    own = not drafter.itself and options.draft_tensor_parallel_size == 1
+    own = not drafter.itself and drafter.states is None and options.draft_tensor_parallel_size == 1
     checkpoint = drafter.checkpoint if own and options.vocab_mismatch == "refuse" else None
     readable = checkpoint and isinstance(checkpoint.spec, Spec) and checkpoint.gguf is None
     if not checkpoint or not readable or drafter.vocabulary != vocabulary:
