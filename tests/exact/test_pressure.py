@@ -42,7 +42,7 @@ SELECTED = {
 def test_every_method_under_pressure(name: str, sampling: str, llama: str, outputs_of: PlainOutputs) -> None:
     """Preempted rows, chunked and cached prompts, and shrunk draft budgets give the same tokens, twice."""
     params = [
-        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **SAMPLING[sampling])
+        SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **SAMPLING[sampling])
         for i in range(len(PROMPTS))
     ]
     expected = [visible_parts(outputs_of(prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]
