@@ -27,7 +27,7 @@ COMMON = random_prompts(1, seed=2, longest=40)[0][:34]
 PROMPTS = [
     [*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(random_prompts(5, seed=4, longest=30))
 ]
-CHUNK, POSITIONS = 24, 128
+CHUNK, POSITIONS = 24, 96
 
 
 # Pages are taken and freed alike with any sampling: methods alternate, and models that draft have both.
