@@ -85,6 +85,7 @@ class Decoder(Model):
         bits = bits_of(precision.quantization)
         reader = LayerReader(checkpoint.tensors(), spec, self.dtype, bits)
         tables = rotation_tables(checkpoint.config, spec, max_len)
+        self.rotations = next(iter(tables.values()))  # of layers without a table of their own
         self.embedding = reader.embedding(self.backend)
         self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
         for layer, kind, at in zip(self.layers, spec.variant.ropes, where.layers):
@@ -93,8 +94,8 @@ class Decoder(Model):
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            own, table = self.layers[first : first + count], next(iter(tables.values()))
-            stack = backends[at].pack_layers(spec, own, table.to(at))
+            own = self.layers[first : first + count]
+            stack = backends[at].pack_layers(spec, own, self.rotations.to(at))
             self.parts.append(Part(backends[at], stack, first, count))
         self._layer_range = lru_cache(maxsize=8)(super().layer_range)
         self.norm = reader.norm(self.backend)
