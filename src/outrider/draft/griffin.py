@@ -1,4 +1,4 @@
-"""GRIFFIN (Hu et al. 2025, arXiv 2502.11018): an EAGLE head with a fusion of token and state, and two outputs.
+"""GRIFFIN (Hu et al. 2025, arXiv 2502.11018): an EAGLE head with a fusion network and two outputs.
 
     position of the target      t         t+1
     state, after the last norm  f_t                     the target emitted x_t+1 from it

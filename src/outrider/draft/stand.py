@@ -1,9 +1,9 @@
 """STAND (Song et al. 2025, arXiv 2506.04708): n-grams of all requests, with the target's distribution there.
 
-For every n-gram of up to LONGEST tokens the memory keeps the mean of the target's distributions after it, over
-the RANKS likeliest tokens.  Draft tokens are sampled from that after the longest known n-gram by Gumbel-top-k.
-The noise is that of the target's own pick at the position, so that a good estimate gives its token.  Which
-nodes a tree has is decided by the measured acceptance of ranks, by the length of the n-gram.
+For every n-gram of up to LONGEST tokens the memory keeps the mean of the target's distributions after it,
+over the RANKS likeliest tokens.  Draft tokens are sampled from that of the longest known n-gram, by
+Gumbel-top-k.  The noise is that of the target's own pick at the position, so that a good estimate gives its
+token.  Which nodes a tree has is decided by the measured acceptance of ranks, by the length of the n-gram.
 
 Rejected nodes contribute to the memory, too.  Requests with a cache_salt have one of their own.
 """
@@ -46,7 +46,7 @@ def first_acceptance() -> list[list[float]]:
 
 @dataclass
 class NgramMemory:
-    """after: n-gram -> (observations, token -> probability), the least recently observed first.
+    """after: n-gram -> (observations, token -> probability), least recently observed first.
 
     most: n-grams that are kept.  acceptance: of each rank after n-grams of 0, 1 … LONGEST tokens.
     """
@@ -56,7 +56,7 @@ class NgramMemory:
     acceptance: list[list[float]] = field(default_factory=first_acceptance)
 
     def find(self, context: Sequence[int]) -> tuple[int, Mapping[int, float]]:
-        """Length of the longest known n-gram at the end of the context, and what follows; (0, {}) for none."""
+        """Length of the longest known n-gram at the end of a context, and what follows; (0, {}) for none."""
         for n in range(min(LONGEST, len(context)), 0, -1):
             if known := self.after.get(tuple(context[-n:])):
                 return n, known[1]
@@ -141,7 +141,7 @@ class Stand(TextDrafter):
     def _ranked(
         memory: NgramMemory, row: Row, context: Sequence[int], position: int
     ) -> tuple[int, Sequence[int]]:
-        """Length of the n-gram found, and tokens for this position, the likeliest pick of the target first."""
+        """Length of the n-gram found, and tokens for this position, the target's likeliest pick first."""
         n, probs = memory.find(context)
         temperature = row.distribution.temperature
         if not probs or not temperature:

@@ -1,6 +1,6 @@
 """The target as its own draft through the pages that its queries prefer (TriForce, arXiv 2404.11912).
 
-Half of the K/V budget behind the first tokens is for pages of the text before the recent ones, as many as fit:
+Half of the K/V budget behind the first tokens is for pages of the text before the recent ones:
 
     budget 4 + 4 pages     0 … 3 │ 2 chosen pages │ 2 pages of recent tokens, and the nodes
 
