@@ -178,7 +178,9 @@ class Decoder(Model):
         if not self.spec.variant.query_gates:
             return super().more_layers(tensors, count)
         table = next(iter(self.tables.values()))
-        return LeanLayers(LeanLayers.like(self.spec, count), tensors, self.precision, self.backend, table)
+        return LeanLayers(
+            LeanLayers.like(self.spec, tensors, count), tensors, self.precision, self.backend, table
+        )
 
     def forward(
         self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None
