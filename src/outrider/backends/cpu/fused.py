@@ -101,7 +101,7 @@ class CpuFusedModel:
         return True
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
-        several, vocabulary, stop_rule, states = chains
+        several, vocabulary, stop_rule, states, _ = chains
         levels = max([chain.levels for chain in several])
         tokens = array("i", bytes(4 * levels * len(several)))
         features = array("f", bytes(0 if stop_rule is None else 4 * NUM_FEATURES * len(tokens)))

@@ -22,7 +22,7 @@ class Forest:
 
     def __init__(self, path: Path) -> None:
         self.fresh = array("i", [int(slot in path.fresh) for slot in path.slot])
-        arrays = path.parent, path.slot, path.save, self.fresh
+        arrays = path.parent, path.slot, path.save, self.fresh, path.copy
         self.words = array("q", (len(path), *[values.buffer_info()[0] for values in arrays]))
         self.c = STRUCTS["Forest"].from_buffer(self.words)
 
