@@ -69,7 +69,7 @@ def test_preempted_rows_begin_again(case: Case, monkeypatch: pytest.MonkeyPatch)
     assert case.llm.engine.scheduler.preemptions
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
     kind=st.sampled_from(["right", "hidden", "wide", "deep", "messy", "wrong"]),

@@ -104,7 +104,8 @@ def _head(drafter: HeadDrafter) -> nn.Module:
         return loaded(network, head, lambda name: medusa.REFERENCE.ours(name, blocks=blocks) or name)
     if isinstance(drafter, hydra.Hydra):
         layers, own = int(head.config.get("hydra_num_layers") or 1), "hydra_lm_head.0.weight" in head
-        return loaded(hydra.Network(hidden, vocabulary, len(drafter.heads), layers, None, 0.0, own), head)
+        heads = len(drafter.heads)
+        return loaded(hydra.Network(hidden, vocabulary, heads, layers, dropout=0.0, own=own), head)
     raise ConfigError(f"online: a head of the method {drafter.sources[0]!r} {CURE}")
 
 

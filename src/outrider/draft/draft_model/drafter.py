@@ -59,7 +59,7 @@ class ModelDrafter(Drafter):
         super().__init__(options, target)
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
-        self.catch_up = TokenCatchUp()
+        self.catch_up, self.windows = TokenCatchUp(), dict[Row, Window]()  # windows: those of single rows
         self.waiting: set[Row] = set()  # rows that the last forward had too little room for
         self.states: ChainStates | None = None
         if self.itself:
@@ -153,7 +153,8 @@ class ModelDrafter(Drafter):
             reached = part.done + count
             tokens = self.in_vocabulary(row.tokens[part.done : reached])
             adapter, nodes = row.adapter if self.itself else None, part.budget.nodes
-            view = self.window.read(first.step_input, row.slots, part.done, tokens, nodes, adapter)
+            read = self.windows.get(row, self.window).read
+            view = read(first.step_input, row.slots, part.done, tokens, nodes, adapter)
             if part.cursor is not None:
                 first.reached.append((part.cursor, reached))
             if self.states is not None:
@@ -247,11 +248,11 @@ class ModelDrafter(Drafter):
 
     def _trees(self, first: FirstForward) -> Mapping[int, DraftTree]:
         """Draft with one forward for each depth, or those of the `grower`."""
-        siblings, repeats = self.options.siblings, self.options.sibling_draws == "independent"
+        siblings, draws = self.options.siblings, self.options.sibling_draws
         trees: dict[int, Tree] = {}
         for start in first.starts:
-            level = {"view": start.view, "repeats": repeats, "stream_id": self.target.stream_id}
-            trees[start.r] = Tree(start.row, start.end, start.budget, siblings, **level)
+            level = {"view": start.view, "stream_id": self.target.stream_id}
+            trees[start.r] = Tree(start.row, start.end, start.budget, siblings, draws, **level)
         tips = [(tree, start.at) for tree, start in zip(trees.values(), first.starts)]
         grow = self._grow if self.grower is None else self.grower.grow
         grow(first.step_input, tips)

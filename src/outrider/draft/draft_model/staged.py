@@ -205,7 +205,10 @@ class Staged:
             step.accepted, step.emitted = path, stage.tree.tokens[: len(path) + 1]
             if k := self.drafter.needs.topk:
                 nodes = range(stage.first_row, stage.first_row + len(stage.draft_tree.tokens))
-                step.topk = self.host.sampler.best(logits[[stage.row, *nodes]], k)
+                own = logits[[stage.row, *nodes]]
+                step.topk = self.host.sampler.best(own, k)
+                if self.drafter.needs.logits:
+                    step.top_logits = self.host.sampler.logits_of(own, step.topk)
             batch.append(step)
         self.drafter.observe(Commit(batch))
 

@@ -251,4 +251,5 @@ def part(step: RowStep, tree: DraftTree, verified: Mapping[int, int], topk: int)
         accepted=[own_number[node] for node in step.accepted if node in own_number],
         emitted=step.emitted,
         topk=[step.topk[1 + node][:topk] for node in nodes],
+        top_logits=[step.top_logits[1 + node][:topk] for node in nodes] if step.top_logits else [],
     )
