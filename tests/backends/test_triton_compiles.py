@@ -28,6 +28,12 @@ NAMES = {
     "_best",
     "_score",
     "_walk",
+    "_sample",
+    "_sum_parts",
+    "_add_parts",
+    "_rejection",
+    "_block",
+    "_traversal",
     "_features",
 }
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import normal
-from outrider.verify.base import RowPicker, Rule, children_of
+from outrider.verify.base import RowPicker, Rule, children_of, q_of
 from outrider.verify.rejection import among
 
 HALVINGS = 30  # of the interval of ρ
@@ -51,9 +51,9 @@ def _common(tree: DraftTree, siblings: Sequence[int]) -> Tensor | None:
     """The distribution of which these are independent samples; None if they are anything else."""
     if len(siblings) < 2 or not tree.repeats:
         return None
-    first = tree.distribution(siblings[0])
+    first = q_of(tree, siblings[0])
     for sibling in siblings[1:]:
-        q = tree.distribution(sibling)
+        q = q_of(tree, sibling)
         if first is None or q is None or not (q is first or torch.equal(q, first)):
             return None
     return first

@@ -16,16 +16,19 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import Backend, Chains, LayerKV
+from outrider.backends.layer import places
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
+from outrider.backends.triton.distributions import sample
 from outrider.backends.triton.features import features_of
 from outrider.backends.triton.graphs import LAUNCHED, LAUNCHED_DRAFT, Graphs, Results
 from outrider.backends.triton.jobs import ROWS, cost_of, frame, kind_of, padded, padded_rows
 from outrider.backends.triton.linear import FEW, TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
-from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
+from outrider.backends.triton.rules import RuleQueries
+from outrider.backends.triton.verifier import TreeQueries
 from outrider.core.device import power_of_two
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
@@ -62,6 +65,8 @@ class Launching(Backend, Protocol):
 class TritonFusedModel:
     """`FusedModel`."""
 
+    has_recurrent = False  # a recording holds no states
+
     def __init__(self, backend: Launching) -> None:
         self.backend = backend
 
@@ -88,8 +93,9 @@ class TritonFusedModel:
         return logits.clone() if job.graphed else logits  # any graph's next replay may use this memory
 
     def extends(self, chains: Chains) -> bool:
-        """Not chains that are read after every token, or whose tokens are sampled from what is returned."""
-        if any(chain.probs is not None for chain in chains.chains):
+        """Not chains that are read after every token, or samples whose distributions are for the host."""
+        device = self.backend.device
+        if any(chain.probs is not None and chain.probs.device != device for chain in chains.chains):
             return False
         rule = chains.stop_rule
         if rule is None:
@@ -132,7 +138,8 @@ class _Model:
 
     def run(self, x: Tensor, step: StepInput, runs: Runs = (), layers: slice = slice(None)) -> Tensor:
         """Some of the blocks.  The kernels of a block are launched one by one."""
-        part = Stack(self.layers[layers], self.stack.rotations, self.stack.skips[layers])
+        own_layers, skips = self.layers[layers], self.stack.skips[layers]
+        part = Stack(own_layers, self.stack.rotations, skips, places(own_layers))
         kv = LayerKV(step, self.kv.pool, self.kv.layer + (layers.start or 0))
         own = [(first, count, adapter[layers]) for first, count, adapter in runs]  # updates of each layer
         return self.backend.launch_layers(part, x, kv, own)
@@ -211,8 +218,8 @@ def _with_plan(job: _Step | _Chain, plan: Plan) -> StepInput:
 class _Step:
     """`Job` of a step.
 
-    Its inputs are int32 numbers: ids [N], rows with logits [M], `verifier.WORDS` words of 8 bytes of each of
-    these for the trees, and the plan.  Its results: logits [M, V], states [N, states · h] side by side, and
+    Its inputs are int32 numbers: ids [N], rows with logits [M], as many words of 8 bytes of each of these as
+    the trees have, and the plan.  Its results: logits [M, V], states [N, states · h] side by side, and
     answers, each if asked for.
     """
 
@@ -222,7 +229,7 @@ class _Step:
         self,
         model: _Model,
         states: tuple[int, ...],
-        queries: TreeQueries | None,
+        queries: TreeQueries | RuleQueries | None,
         runs: Runs,
         sizes: StepSizes | None,
     ) -> None:
@@ -232,8 +239,8 @@ class _Step:
         step, self.wanted = self.padded
         self.sizes, self.cost = (*step, self.wanted), cost_of(step.rows) + self.wanted / WANTED_AS_LONG
         self.uses = model.stack, model.kv.pool
-        self.rest = model.kv.layer, *kind_of(step), states, queries is None
-        words = 0 if queries is None else 2 * WORDS * self.wanted
+        self.rest = model.kv.layer, *kind_of(step), states, queries and queries.rule
+        words = 0 if queries is None else 2 * queries.words_each * self.wanted
         self.parts = [aligned(step.rows), aligned(self.wanted), aligned(words), total(step)]
 
     def at(self, sizes: tuple[int, ...]) -> _Step:
@@ -269,8 +276,8 @@ class _Step:
         kept = [model.final(x) if layer == FINAL else taps[layer] for layer in self.states]
         found = [torch.cat(kept, dim=1)] if len(kept) > 1 else kept
         if self.queries is not None:
-            most = self.wanted if self.graphed else self.queries.most
-            found.append(answers_to(logits, words[: 2 * WORDS * self.wanted].view(torch.int64), most))
+            numbers = words[: 2 * self.queries.words_each * self.wanted].view(torch.int64)
+            found.append(self.queries.answers_to(logits, numbers, self.graphed))
         return logits, *found
 
     def _run(self, x: Tensor, step: StepInput) -> tuple[Tensor, dict[int, Tensor]]:
@@ -299,7 +306,7 @@ class _Chain:
         self.sizes, self.cost = (*step, levels, count), cost_of(step.rows, *[count] * (levels - 1))
         self.uses = model.stack, model.kv.pool
         asked = chains.stop_rule is None, chains.states is None
-        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, *asked
+        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, chains.width, *asked
         self.numbers = ChainNumbers(*self.padded)
 
     def at(self, sizes: tuple[int, ...]) -> _Chain:
@@ -336,6 +343,8 @@ class _Chain:
         """Tokens and features of a level, picked from the stream x [C, h]."""
         logits = self.model.logits(self.model.final(x))[:, : self.chains.vocabulary]
         tokens = next_tokens(logits, given.owners[level], given.params)
+        if width := self.chains.width:
+            sample(logits, given.owners[level], given.params, given.samples[level], tokens, width)
         parts = [tokens[:, None].double()]
         if self.chains.stop_rule is not None:
             parts.append(features_of(logits, given.temperatures, tokens.clamp_min(0)))

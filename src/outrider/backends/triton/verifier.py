@@ -1,6 +1,6 @@
-"""Verification of draft trees on the device: all nodes are picked, then one program walks each tree.
+"""Verification of draft trees on the device.  Match: all nodes are picked, then one program walks each tree.
 
-Answers come back in one transfer: the only one of a step.
+Other rules: `rules.py`.  Answers come back in one transfer: the only one of a step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer, keys_of
+from outrider.backends.triton.rules import WALKS, RuleQueries
 from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, param_bytes
 from outrider.core.device import HostCopy, to_device
 from outrider.core.noise import MASK
@@ -30,6 +31,8 @@ class TreeQueries:
 
     accepted nodes [n] | tokens to emit [n + 1] | how many, -1 if a token could not be picked
     """
+
+    rule, words_each = "match", WORDS
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}  # key -> nodes
@@ -75,6 +78,10 @@ class TreeQueries:
         params = params.ljust(8 * PARAMS * rows, b"\0")
         trees = array("q", self.trees) + array("q", NO_TREE) * (rows - len(self.sizes))
         return array("q", owners.tobytes() + params + nodes.tobytes() + trees.tobytes())
+
+    def answers_to(self, logits: Tensor, words: Tensor, padded: bool) -> Tensor:
+        """`answers_to`.  padded: the words may be those of other trees, too."""
+        return answers_to(logits, words, len(logits) if padded else self.most)
 
     def answered(self, answers: Tensor) -> None:
         """Begin to copy the answers to the host."""
@@ -138,14 +145,17 @@ def answers_to(logits: Tensor, words: Tensor, most: int) -> Tensor:
 
 
 class TreeVerifier:
-    """Verification by match.  The other rules are computed on the host (`verify/`)."""
+    """Verification by all rules that have kernels."""
 
-    rules: Collection[str] = ("match",)
+    rules: Collection[str] = ("match", *WALKS)
 
-    def queries(self, rule: str) -> TreeQueries:
-        return TreeQueries()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    def verify(self, logits: Tensor, queries: TreeQueries) -> None:
-        if queries.sizes:
+    def queries(self, rule: str) -> TreeQueries | RuleQueries:
+        return TreeQueries() if rule == "match" else RuleQueries(rule, self.device)
+
+    def verify(self, logits: Tensor, queries: TreeQueries | RuleQueries) -> None:
+        if queries.distributions:
             words = torch.frombuffer(queries.words(*logits.shape), dtype=torch.int64)
-            queries.answered(answers_to(logits, to_device(words, logits.device), queries.most))
+            queries.answered(queries.answers_to(logits, to_device(words, logits.device), False))
