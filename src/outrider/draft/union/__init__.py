@@ -128,6 +128,9 @@ class Union(Drafter):
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return sum((drafter.footprint(device) for drafter in self.drafters), Counter())
 
+    def state_bytes(self, device: torch.device) -> Counter[torch.device]:
+        return sum((drafter.state_bytes(device) for drafter in self.drafters), Counter())
+
     def allocate(self, slots: int, pool: Pool) -> Storage:
         pools, caches = list[Pool](), list[Cache]()
         for drafter in self.drafters:
