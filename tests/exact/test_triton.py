@@ -155,7 +155,7 @@ def test_a_draft_model_reads_once_a_chain_and_leaves_the_tokens_unchanged(
 def test_rules_that_compare_p_with_q_stay_on_the_device(
     rule: str, llm: LLM, plain: list[Any], small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A read for the chains and one for the answers of a step; the texts are those of the rule on the host."""
+    """A read for chains and one for answers in a step; the texts are those of the rule on the host."""
     from outrider.backends.triton.verifier import TreeVerifier
 
     draft = noisy_copy(small, tmp_path / "draft")
