@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         seen[item.path] += 1
     items[:] = chosen
     config.hook.pytest_deselected(items=left)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and the libraries stay to the end: a full collection is not to visit them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 Make = Callable[..., Path]

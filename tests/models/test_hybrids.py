@@ -278,13 +278,15 @@ def test_rows_follow_their_parents_and_replays() -> None:
     step_input.chain(a, 9, [1, 2])  # rows 0, 1
     step_input.nodes(a, 11, [[11], [12], [11, 13]], [3, 4, 5])  # rows 2, 3, 4
     step_input.chain(b, 0, [6, 7, 8])  # rows 5, 6, 7
-    step_input.recurrent = RecurrentRows([4, 2], [1, 5], [Replay(4, (6, 8)), Replay(0, (1,))])
+    replays = [Replay(4, (6, 8), {1: 9}), Replay(0, (1,))]
+    step_input.recurrent = RecurrentRows([4, 2], [1, 5], replays, {0: 7, 5: 8})
     found = path_of(step_input.build())
     assert found.replayed == [6, 8, 1] and found.drafted == [2, 3, 4, 6, 7]
     assert found.path.parent.tolist() == [-1, 0, -1, 1, 3, 4, 4, 5, -1, 8, 9]
     assert found.path.slot.tolist() == [4, 4, 0, 4, 4, 4, 4, 4, 2, 2, 2]
     assert [row for row, saved in enumerate(found.path.save) if saved] == [2, 4, 8]
-    assert found.path.fresh == {2}
+    assert {row: slot for row, slot in enumerate(found.path.copy) if slot >= 0} == {1: 9, 3: 7, 8: 8}
+    assert found.path.fresh == {2} and found.path.num_slots == 10
 
 
 def test_a_table_has_a_state_slot_until_it_is_closed() -> None:

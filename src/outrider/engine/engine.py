@@ -210,18 +210,18 @@ class Engine:
         if self.overlap > 1 and self.adaptive:  # each step in flight has its own
             controller = controller_of(batch, self.adaptive, self.flights)
         self.scheduler.reserve(batch, self.proposer.budgets(batch, controller))
-        propose = working_time()
+        planned = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward, drafted = working_time(), None
+        proposed, drafted = working_time(), None
         if self.times_device and (batch.prefill or any(step.budget.depth for step in batch)):
             drafted = self._event()
         complete = self.runner.begin(batch, self.drafter.needs)
-        drafting = forward - propose
+        propose, rest = proposed - planned, planned - began
         if self.learner is not None:
-            drafting -= self.learner.taken()
-        beginning = working_time() - forward
-        return Flight(batch, controller, complete, drafting, beginning, propose - began, drafted)
+            propose -= self.learner.taken()
+        forward = working_time() - proposed
+        return Flight(batch, controller, complete, propose, forward, rest, drafted)
 
     def _event(self) -> DeviceEvent:
         """The present moment in the work of the device: controllers have to know what took how long."""

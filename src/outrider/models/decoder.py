@@ -87,7 +87,8 @@ class Decoder(Model):
         self.backend: Backend = backends[where.outer]
         bits = bits_of(precision.quantization)
         reader = LayerReader(checkpoint.tensors(), spec, self.dtype, bits)
-        self.tables = tables = rotation_tables(checkpoint.config, spec, max_len)
+        tables = rotation_tables(checkpoint.config, spec, max_len)
+        self.rotations = next(iter(tables.values()))  # of layers without a table of their own
         self.embedding = reader.embedding(self.backend)
         self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
         for layer, kind, at in zip(self.layers, spec.variant.ropes, where.layers):
@@ -96,8 +97,8 @@ class Decoder(Model):
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            own, table = self.layers[first : first + count], next(iter(tables.values()))
-            stack = backends[at].pack_layers(spec, own, table.to(at))
+            own = self.layers[first : first + count]
+            stack = backends[at].pack_layers(spec, own, self.rotations.to(at))
             self.parts.append(Part(backends[at], stack, first, count))
         self._layer_range = lru_cache(maxsize=8)(self._only)
         self.norm = reader.norm(self.backend)
@@ -177,7 +178,7 @@ class Decoder(Model):
         """Layers with gates, which heads have no code for."""
         if not self.spec.variant.query_gates:
             return super().more_layers(tensors, count)
-        table = next(iter(self.tables.values()))
+        table = self.rotations
         return LeanLayers(LeanLayers.like(self.spec, count), tensors, self.precision, self.backend, table)
 
     def forward(
