@@ -25,7 +25,7 @@ from outrider.backends.triton.jobs import ROWS, cost_of, frame, kind_of, padded,
 from outrider.backends.triton.linear import FEW, TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
-from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
+from outrider.backends.triton.verifier import NO_MORE, WORDS, Besides, More, TreeQueries, answers_to
 from outrider.core.device import power_of_two
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
@@ -74,11 +74,12 @@ class TritonFusedModel:
         self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
         model, graphs = _Model(self.backend, stack, ends, kv), self.backend.graphs
-        sizes = None if graphs is None or runs else _step_sizes(model)
+        sizes = None if graphs is None or runs else _step_sizes(model, queries)
         job = _Step(model, tuple(sorted(states)), queries, runs, sizes)
         logits, *found = _results(job, graphs)
         if queries is not None:
-            queries.answered(found.pop())
+            answers = [found.pop() for _ in range(1 + (queries.more.values > 0))]
+            queries.answered(*reversed(answers))
         if found:  # one copy, however many there are
             n = kv.step_input.length
             wide = found[0] if len(found[0]) == n else found[0][:n]
@@ -146,10 +147,16 @@ class _Model:
 
 
 class StepSizes(NamedTuple):
-    """step: of the plan.  wanted: rows with logits."""
+    """step: of the plan.  wanted: rows with logits.  more: of processors and log-probabilities."""
 
     step: Sizes
     wanted: int
+    more: More = NO_MORE
+
+    @staticmethod
+    def of(flat: tuple[int, ...]) -> StepSizes:
+        n = len(Sizes._fields)
+        return StepSizes(Sizes(*flat[:n]), flat[n], More(*flat[n + 1 :]))
 
 
 class ChainSizes(NamedTuple):
@@ -160,11 +167,14 @@ class ChainSizes(NamedTuple):
     chains: int
 
 
-def _step_sizes(model: _Model) -> StepSizes | None:
+def _step_sizes(model: _Model, queries: TreeQueries | None) -> StepSizes | None:
     """The padded sizes of a step; None if it is too long for a graph."""
     step = model.kv.step_input
     sizes = padded(Sizes.of(step), model.layers[0])
-    return None if sizes is None else StepSizes(sizes, _padded_wanted(len(step.logits_rows), sizes.rows))
+    if sizes is None:
+        return None
+    more = NO_MORE if queries is None else queries.more
+    return StepSizes(sizes, _padded_wanted(len(step.logits_rows), sizes.rows), more)
 
 
 def _padded_wanted(wanted: int, rows: int) -> int:
@@ -212,8 +222,8 @@ class _Step:
     """`Job` of a step.
 
     Its inputs are int32 numbers: ids [N], rows with logits [M], `verifier.WORDS` words of 8 bytes of each of
-    these for the trees, and the plan.  Its results: logits [M, V], states [N, states · h] side by side, and
-    answers, each if asked for.
+    these for the trees, and the plan; and besides them those of `TreeQueries.more_numbers`.  Its results:
+    logits [M, V], states [N, states · h] side by side, answers and values, each if asked for.
     """
 
     launched = LAUNCHED
@@ -228,29 +238,35 @@ class _Step:
     ) -> None:
         self.model, self.step, self.states = model, model.kv.step_input, states
         self.queries, self.runs, self.graphed = queries, runs, sizes is not None
-        self.padded = sizes or StepSizes(Sizes.of(self.step), len(self.step.logits_rows))
-        step, self.wanted = self.padded
-        self.sizes, self.cost = (*step, self.wanted), cost_of(step.rows) + self.wanted / WANTED_AS_LONG
+        more = NO_MORE if queries is None else queries.more
+        self.padded = sizes or StepSizes(Sizes.of(self.step), len(self.step.logits_rows), more)
+        step, self.wanted, self.more = self.padded
+        self.sizes = *step, self.wanted, *self.more
+        self.cost = cost_of(step.rows) + self.wanted / WANTED_AS_LONG
         self.uses = model.stack, model.kv.pool
-        self.rest = model.kv.layer, *kind_of(step), states, queries is None
+        mode = "" if queries is None else queries.asked.mode
+        self.rest = model.kv.layer, *kind_of(step), states, queries is None, more.edits > 0, mode
         words = 0 if queries is None else 2 * WORDS * self.wanted
         self.parts = [aligned(step.rows), aligned(self.wanted), aligned(words), total(step)]
 
     def at(self, sizes: tuple[int, ...]) -> _Step:
-        *step, wanted = sizes
-        return _Step(self.model, self.states, self.queries, self.runs, StepSizes(Sizes(*step), wanted))
+        return _Step(self.model, self.states, self.queries, self.runs, StepSizes.of(sizes))
 
     def launch(self) -> Results:
         exact = _Step(self.model, self.states, self.queries, self.runs, None) if self.graphed else self
         return exact.compute(exact.inputs())
 
-    def inputs(self) -> Tensor:
-        flat = torch.zeros(sum(self.parts), dtype=torch.int32, device=self.model.backend.device)
-        self.load(flat)
-        return flat
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        lengths, device = (sum(self.parts), self.more.length(self.wanted)), self.model.backend.device
+        flat, besides = (torch.zeros(length, dtype=torch.int32, device=device) for length in lengths)
+        self.load((flat, besides))
+        return flat, besides
 
-    def load(self, flat: Tensor) -> None:
-        ids, rows, words, _ = self.parts
+    def load(self, inputs: tuple[Tensor, Tensor]) -> None:
+        (flat, besides), (ids, rows, words, _) = inputs, self.parts
+        if self.queries is not None and self.more != NO_MORE:
+            more = torch.from_numpy(self.queries.more_numbers(self.wanted, self.more))
+            besides[: len(more)].copy_(more, non_blocking=True)
         numbers = array("i", bytes(4 * (ids + rows + words)))
         numbers[: self.step.length] = array("i", self.step.input_ids)
         numbers[ids : ids + len(self.step.logits_rows)] = array("i", self.step.logits_rows)
@@ -259,8 +275,8 @@ class _Step:
             numbers[ids + rows : ids + rows + len(trees)] = trees
         load_step(flat, numbers, self.step, self.padded.step)
 
-    def compute(self, flat: Tensor) -> Results:
-        model = self.model
+    def compute(self, inputs: tuple[Tensor, Tensor]) -> Results:
+        (flat, more), model = inputs, self.model
         ids, rows, words, numbers = flat.split(self.parts)
         step = _with_plan(self, Plan.of(numbers, self.padded.step))
         x, taps = self._run(model.embed(ids[: self.padded.step.rows]), step)
@@ -270,7 +286,8 @@ class _Step:
         found = [torch.cat(kept, dim=1)] if len(kept) > 1 else kept
         if self.queries is not None:
             most = self.wanted if self.graphed else self.queries.most
-            found.append(answers_to(logits, words[: 2 * WORDS * self.wanted].view(torch.int64), most))
+            besides = Besides(self.more, more, self.queries.asked.mode)
+            found += answers_to(logits, words[: 2 * WORDS * self.wanted].view(torch.int64), most, besides)
         return logits, *found
 
     def _run(self, x: Tensor, step: StepInput) -> tuple[Tensor, dict[int, Tensor]]:
