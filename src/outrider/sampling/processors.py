@@ -28,15 +28,16 @@ NEVER = float("-inf")
 
 
 class TokenValues:
-    """Token ids and a value for each, as tensors.
+    """Token ids and a value for each, as tensors.  given: the ids.
 
     `at` moves them to the device of the logits and drops ids beyond the row: a draft vocabulary may be
     smaller.
     """
 
     def __init__(self, ids: Iterable[int], values: Iterable[float] = ()) -> None:
-        self.ids, self.values = torch.tensor(list(ids)), torch.tensor(list(values), dtype=torch.float32)
-        self.largest = int(self.ids.max())
+        self.given = list(ids)
+        self.ids, self.values = torch.tensor(self.given), torch.tensor(list(values), dtype=torch.float32)
+        self.largest = max(self.given)
 
     def at(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids int64 [n] and values float32 [n] (or [0] without values), where the logits [V] are."""
@@ -67,7 +68,7 @@ class AllowedTokens:
     def describe(self, edits: Edits) -> bool:
         if self.bits is None:
             every = np.zeros(self.allowed.largest + 1, bool)
-            every[self.allowed.ids.numpy()] = True
+            every[self.allowed.given] = True
             self.bits = bits_of(every)
         edits.allow(self.bits)
         return True
@@ -118,7 +119,7 @@ class MinTokens:
         return logits.index_fill(0, self.ending.at(logits)[0], NEVER)
 
     def describe(self, edits: Edits) -> bool:
-        edits.ban_until(self.ending.ids.tolist(), self.until - len(edits.tokens))
+        edits.ban_until(self.ending.given, self.until - len(edits.tokens))
         return True
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,19 +21,17 @@ from outrider.backends.triton import chain_numbers
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
 from outrider.backends.triton.features import features_of
 from outrider.backends.triton.graphs import LAUNCHED, LAUNCHED_DRAFT, Graphs, Results
-from outrider.backends.triton.jobs import ROWS, cost_of, frame, kind_of, padded, padded_rows
-from outrider.backends.triton.linear import FEW, TritonWeight
+from outrider.backends.triton.jobs import cost_of, frame, kind_of, padded, padded_rows
+from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
-from outrider.backends.triton.verifier import NO_MORE, WORDS, Besides, More, TreeQueries, answers_to
-from outrider.core.device import power_of_two
+from outrider.backends.triton.sizes import ChainSizes, StepSizes, first_rows, padded_wanted
+from outrider.backends.triton.verifier import NO_MORE, WORDS, Besides, TreeQueries, answers_to
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 
-# Rows with logits in graphs of as many rows and more: as fast as one, for the weights of the head are read.
-FEW_WANTED = 64
 # Rows with logits that add as much as the first row of a step takes: by operations and bytes of 8 B weights,
 # not measured.
 WANTED_AS_LONG = 2000
@@ -146,27 +144,6 @@ class _Model:
         return self.backend.soft_cap(logits, self.ends.cap) if self.ends.cap else logits
 
 
-class StepSizes(NamedTuple):
-    """step: of the plan.  wanted: rows with logits.  more: of processors and log-probabilities."""
-
-    step: Sizes
-    wanted: int
-    more: More = NO_MORE
-
-    @staticmethod
-    def of(flat: tuple[int, ...]) -> StepSizes:
-        n = len(Sizes._fields)
-        return StepSizes(Sizes(*flat[:n]), flat[n], More(*flat[n + 1 :]))
-
-
-class ChainSizes(NamedTuple):
-    """step: of the plan of the first forward.  chains: how many."""
-
-    step: Sizes
-    levels: int
-    chains: int
-
-
 def _step_sizes(model: _Model, queries: TreeQueries | None) -> StepSizes | None:
     """The padded sizes of a step; None if it is too long for a graph."""
     step = model.kv.step_input
@@ -174,18 +151,13 @@ def _step_sizes(model: _Model, queries: TreeQueries | None) -> StepSizes | None:
     if sizes is None:
         return None
     more = NO_MORE if queries is None else queries.more
-    return StepSizes(sizes, _padded_wanted(len(step.logits_rows), sizes.rows), more)
-
-
-def _padded_wanted(wanted: int, rows: int) -> int:
-    """Rows with logits in a graph of so many rows: of few sizes, for a step with a prompt has any number."""
-    return min(rows, padded_rows(max(wanted, FEW_WANTED)))
+    return StepSizes(sizes, padded_wanted(len(step.logits_rows), sizes.rows), more)
 
 
 def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
     """What is left after the rows that the graph of these chains has no room for: few graphs serve all."""
     step, ends, levels = model.kv.step_input, [chain.at for chain in chains.chains], levels_of(chains)
-    room = _first_rows(len(ends), levels)
+    room = first_rows(len(ends), levels)
     if step.length <= room:
         return model, chains
     early, late, places = step.split(ends, max(1, min(1 + levels, room // len(ends))))
@@ -196,16 +168,11 @@ def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
     return model.at(step.only(late)), chains._replace(chains=rest)
 
 
-def _first_rows(count: int, levels: int) -> int:
-    """Rows of the first forward of chains: for each a token, and those of a chain accepted before."""
-    return max(padded_rows(min(power_of_two(count) * (1 + levels), ROWS[-1])), FEW.rows)
-
-
 def _chain_sizes(model: _Model, chains: Chains) -> ChainSizes | None:
     """The padded sizes of chains; None if their first forward is too long for a graph."""
     count, levels = len(chains.chains), levels_of(chains)
     exact = Sizes.of(model.kv.step_input, more=levels - 1)
-    rows = max(exact.rows, _first_rows(count, levels))
+    rows = max(exact.rows, first_rows(count, levels))
     sizes = padded(exact._replace(rows=rows), model.layers[0])
     return None if sizes is None else ChainSizes(sizes, levels, padded_rows(count))
 
