@@ -255,7 +255,8 @@ class Penalties:
         where, off = _within_row(logits, largest, torch.from_numpy(tokens), torch.from_numpy(penalties))
         x = logits.index_select(0, where)
         if self.repetition != 1:
-            x = torch.where(x > 0, x / self.repetition, x * self.repetition)
+            repetition = x.new_full((), self.repetition)  # a device multiplies by the reciprocal of a number
+            x = torch.where(x > 0, x / repetition, x * repetition)
         return logits.index_copy(0, where, x - off)
 
     def describe(self, edits: Edits) -> bool:
