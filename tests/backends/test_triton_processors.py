@@ -125,8 +125,9 @@ def test_logits_have_the_bits_of_the_processors_one_after_another(
             at = root + 1 + node
             expected[at] = SAMPLER._edited(each, path, logits, at)
     assert [*queries.sizes] == [0, 1, 2]
-    found = edited(logits, queries)
-    assert torch.equal(found.nan_to_num(7e9), expected.nan_to_num(7e9))
+    owned = torch.tensor([owner < 3 for owner in queries.owners])  # by one of the rows
+    found = edited(logits, queries)[owned]
+    assert torch.equal(found.nan_to_num(7e9), expected[owned].nan_to_num(7e9))
 
 
 @quickly

@@ -93,13 +93,13 @@ def test_texts_are_those_of_the_reference(
 def test_trees_leave_texts_and_log_probabilities_with_one_read_a_step(
     graphs: bool, llm: LLM, plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Right tokens inside random trees, requests that come one after another."""
+    """Right tokens inside random trees, requests that come one after another; with graphs, a step ahead."""
     own = graphs_of(llm, monkeypatch) if graphs else None
     truth, seen = KnownTexts(), Syncs()
     for prompt, p, output in zip(PROMPTS, EACH, plain):
         truth.learn(prompt, p.seed or 0, output.outputs)
     llm.use({"method": "scripted", "script": Scripts(truth).hidden, "nodes": 7, "num_speculative_tokens": 3})
-    steps = llm.engine.steps
+    llm.engine.ahead, steps = graphs, llm.engine.steps
     with seen:
         outputs = run_staggered(llm, PROMPTS, EACH)
     assert [*map(outcome, outputs)] == [*map(outcome, plain)]

@@ -7,7 +7,7 @@ edits are one array of int32 numbers:
     of each tree             TREE numbers: entries: first, end; repetition; -; frequency and presence, float64
     masks, bans, entries     at the offsets above, each at a multiple of 16 bytes
 
-Rows of trees without edits are copied.
+Rows of trees without edits are copied, and those without a tree are left out.
 """
 
 from __future__ import annotations
@@ -101,9 +101,11 @@ class EditTables:
 
 
 @triton.jit
-def _mask(logits, edited, edits, stride, vocabulary, ROW: tl.constexpr, WIDE: tl.constexpr):
+def _mask(logits, edited, edits, owners, stride, vocabulary, ROW: tl.constexpr, WIDE: tl.constexpr):
     """WIDE logits of a row, -inf where its mask or its bans say so."""
     row, i = tl.program_id(0), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
+    if tl.load(owners + row * 2) < 0:
+        return
     inside = i < vocabulary
     x = tl.load(logits + row.to(tl.int64) * stride + i, mask=inside, other=0.0)
     mask, words = tl.load(edits + row * ROW), tl.load(edits + row * ROW + 1)
@@ -153,14 +155,14 @@ def _edit(
 
 
 def edited(logits: Tensor, edits: Tensor, owners: Tensor, trees: Tensor, nodes: Tensor) -> Tensor:
-    """Logits float32 [M, V] after the processors of each row; those without are copied.
+    """Logits float32 [M, V] after the processors of each row; those of rows without a tree are not set.
 
     edits: `EditTables.numbers`.  owners, trees, nodes: as in `TreeQueries.words`.
     """
     rows, vocabulary = logits.shape
     made = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
     _mask[(rows, triton.cdiv(vocabulary, WIDE))](
-        logits, made, edits, logits.stride(0), vocabulary, ROW=ROW, WIDE=WIDE,
+        logits, made, edits, owners, logits.stride(0), vocabulary, ROW=ROW, WIDE=WIDE,
     )  # fmt: skip
     _edit[(rows, SPLITS)](
         made, edits, edits.view(torch.float64), owners, trees, nodes, vocabulary, rows, ROW=ROW, TREE=TREE,

@@ -224,8 +224,10 @@ class _Step:
         return exact.compute(exact.inputs())
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        lengths, device = (sum(self.parts), self.more.length(self.wanted)), self.model.backend.device
-        flat, besides = (torch.zeros(length, dtype=torch.int32, device=device) for length in lengths)
+        flat = torch.zeros(sum(self.parts), dtype=torch.int32, device=self.model.backend.device)
+        besides = flat[:0]
+        if self.more != NO_MORE:
+            besides = flat.new_zeros(self.more.length(self.wanted))
         self.load((flat, besides))
         return flat, besides
 

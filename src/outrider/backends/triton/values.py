@@ -52,11 +52,13 @@ class AskedValues:
         """Best tokens of each row, padded; 0 for none."""
         return power_of_two(max(LEAST, *self.counts.values())) if self.rows else 0
 
-    def read(self, key: int, nodes: Sequence[int], numbers: Sequence[int], width: int) -> list[TopValues]:
-        """The entries of the tokens after these nodes.  numbers: of `values_of`, `width` a row."""
+    def read(
+        self, key: int, nodes: Sequence[int], numbers: Sequence[int], begin: int, width: int
+    ) -> list[TopValues]:
+        """The entries of the tokens after these nodes.  numbers: from `begin` on of `values_of`, `width` a row."""
         found, count, best = list[TopValues](), self.counts[key], width // 2 - 1
         for node in nodes:
-            first = (self.places[key] + 1 + node) * width
+            first = begin + (self.places[key] + 1 + node) * width
             rank, *ids = numbers[first + 1 : first + 2 + min(count, best)]
             own, values = numbers[first], numbers[first + 2 + best : first + 2 + best + len(ids)]
             value, *others = struct.unpack(f"{1 + len(ids)}f", struct.pack(f"{1 + len(ids)}i", own, *values))

@@ -138,7 +138,7 @@ class TreeQueries:
         """Log-probabilities of the tokens after these nodes, once `read`; None if they are not here."""
         if key not in self.asked.places:
             return None
-        return self.asked.read(key, nodes, self.data[self.before_values :], self.width)
+        return self.asked.read(key, nodes, self.data, self.before_values, self.width)
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
         self.data, at = [] if self.answers is None else self.answers.tolist(), 0
