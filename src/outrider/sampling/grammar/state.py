@@ -290,7 +290,7 @@ class GrammarMask:
             except RequestError:  # the pick at the root raises it again
                 return False
             if forbidden is not None:
-                edits.allow(bits_of(~np.from_dlpack(forbidden)), node)
+                edits.allow(bits_of(np.logical_not(np.from_dlpack(forbidden))), node)
             elif node != ROOT and not self.state.drafts:
                 return False
         return True
