@@ -31,6 +31,12 @@ NAMES = {
     "_filter",
     "_score",
     "_walk",
+    "_sample",
+    "_sum_parts",
+    "_add_parts",
+    "_rejection",
+    "_block",
+    "_traversal",
     "_features",
 }
 

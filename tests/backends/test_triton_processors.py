@@ -15,7 +15,6 @@ from torch import Tensor
 
 from outrider import SamplingParams, verify
 from outrider.backends.torch.backend import TorchBackend
-from outrider.core.device import to_device
 from outrider.core.edits import ALWAYS, Edits, bits_of
 from outrider.core.logprobs import MODES, Logprobs, top_values
 from outrider.core.params import COLDEST, DistributionParams
@@ -29,7 +28,6 @@ from outrider.verify.base import RowPicker
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from outrider.backends.triton import edits as kernels
 from outrider.backends.triton.verifier import TreeQueries, TreeVerifier
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy's, of masked lanes
@@ -86,11 +84,9 @@ def tree_of(nodes: list[tuple[int, int]]) -> DraftTree:
 
 def edited(logits: Tensor, queries: TreeQueries) -> Tensor:
     """The logits after the processors of the rows of `queries`."""
-    more, m = queries.more, len(logits)
-    words = torch.frombuffer(queries.words(m, logits.shape[1]), dtype=torch.int64).to(DEVICE)
-    owners, _, nodes, trees = words.split([2 * m, 6 * m, 2 * m, 3 * m])
-    numbers = to_device(torch.from_numpy(queries.more_numbers(m, more)), DEVICE)
-    return kernels.edited(logits.to(DEVICE), numbers[more.before_edits :], owners, trees, nodes).cpu()
+    besides = queries.besides(len(logits), DEVICE)
+    assert besides is not None
+    return besides.edited(logits.to(DEVICE)).cpu()
 
 
 EVERY = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +10,19 @@ from typing import Any
 
 import pytest
 from helpers import answer, transformers_tokens
-from hybrids import write
+from hybrid_texts import NEW, POSITIONS, Case, prompts, sampling, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider import LLM, SamplingParams
+from outrider import LLM
 from outrider.core.step import Batch
 from outrider.draft import names
 from outrider.engine import memory
-from outrider.engine.runner import Runner
+from outrider.engine.row_states import RowStates
 from outrider.errors import CapacityError, ConfigError
 from outrider.models.fallback import recurrent
 from outrider.testing import (
     EngineDriver,
-    KnownTexts,
-    Scripts,
     bare_checkpoint,
     check_idle,
     run_staggered,
@@ -34,67 +31,11 @@ from outrider.testing import (
 )
 
 CASES = ("qwen3.5", "granite-hybrid-rope", "lfm2")
-POSITIONS, CHUNK, NEW = 96, 20, 20
-LENGTHS = (1, 6, 23, 40, 23)
-
-
-def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    rng = random.Random(len(lengths))
-    return [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
-
-
-def sampling(temperature: float, count: int = len(LENGTHS)) -> list[SamplingParams]:
-    """Every other prompt has two samples, if they differ."""
-    return [
-        SamplingParams(
-            temperature=temperature,
-            seed=i,
-            max_tokens=NEW,
-            ignore_eos=True,
-            n=2 if i % 2 and temperature else 1,
-        )
-        for i in range(count)
-    ]
-
-
-class Case:
-    """A roomy engine, plain texts, and one with memory for little more than one request."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, str(folder)
-        self.theirs = write(name, folder)
-        self.llm = LLM(self.folder, max_num_seqs=3, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK)
-        assert self.llm.engine.exact
-        self.truth, self.plain = KnownTexts(), dict[Any, Any]()
-        self.scripts = Scripts(self.truth)
-
-    def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-        """Texts of plain decoding, each prompt alone and in one chunk."""
-        self.llm.use(None)
-        found = []
-        for prompt, p in zip(prompts, params):
-            key = (*prompt, p.temperature, p.seed, p.n)
-            if key not in self.plain:
-                outputs = answer(self.llm, prompt, p).outputs
-                self.truth.learn(prompt, p.seed or 0, outputs)
-                self.plain[key] = visible_parts(outputs)
-            found.append(self.plain[key])
-        return found
-
-    def script(self, kind: str, nodes: int = 24, depth: int = 6) -> dict[str, Any]:
-        script = getattr(self.scripts, kind)
-        return {"method": "scripted", "script": script, "nodes": nodes, "num_speculative_tokens": depth}
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     yield Case(request.param, tmp_path_factory.mktemp("hybrid"))
-
-
-def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    found = [visible_parts(output.outputs) for output in run_staggered(llm, prompts, params)]
-    check_idle(llm)
-    return found
 
 
 def test_greedy_text_is_that_of_transformers(case: Case) -> None:
@@ -205,23 +146,23 @@ def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.M
 
 
 def one_replay_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Runner.settle
+    settle = RowStates.settle
 
-    def spoilt(self: Runner, batch: Batch) -> None:
+    def spoilt(self: RowStates, batch: Batch) -> None:
         settle(self, batch)
-        self.accepted = [each._replace(kept=each.kept[:-1]) for each in self.accepted]
+        self.accepted = {table: kept[:-1] for table, kept in self.accepted.items()}
 
-    monkeypatch.setattr(Runner, "settle", spoilt)
+    monkeypatch.setattr(RowStates, "settle", spoilt)
 
 
 def replays_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Runner.settle
+    settle = RowStates.settle
 
-    def spoilt(self: Runner, batch: Batch) -> None:
+    def spoilt(self: RowStates, batch: Batch) -> None:
         settle(self, batch)
-        self.accepted = [each._replace(kept=[*range(len(each.kept))]) for each in self.accepted]
+        self.accepted = {table: [*range(len(kept))] for table, kept in self.accepted.items()}
 
-    monkeypatch.setattr(Runner, "settle", spoilt)
+    monkeypatch.setattr(RowStates, "settle", spoilt)
 
 
 def chains_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +171,8 @@ def chains_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stale_states(monkeypatch: pytest.MonkeyPatch) -> None:
     class NeverFresh(recurrent.Path):
-        def __init__(self, parent: Any, slot: Any, save: Any, fresh: Any = ()) -> None:
-            super().__init__(parent, slot, save, ())
+        def __init__(self, parent: Any, slot: Any, save: Any, fresh: Any, copies: Any) -> None:
+            super().__init__(parent, slot, save, (), copies)
 
     monkeypatch.setattr(recurrent, "Path", NeverFresh)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from helpers import answer
 from interpreted import DEVICE, needs_triton
 from launches import Launches
+from safetensors.torch import load_file, save_file
 from syncs import Syncs
 from triton_engine import graphs_of, small_checkpoint, triton_llm
 
@@ -55,6 +59,17 @@ def llm(small: str) -> Iterator[LLM]:
 def plain(llm: LLM) -> list[Any]:
     """Outputs of each prompt alone, without speculation."""
     return [answer(llm, prompt, p).outputs for prompt, p in zip(PROMPTS, PARAMS)]
+
+
+def noisy_copy(checkpoint: str, folder: Path) -> str:
+    """A checkpoint with other weights, near enough for its drafts to be accepted now and then."""
+    shutil.copytree(checkpoint, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in weights.items():
+        weights[name] = weight + 0.02 * torch.randn(weight.shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
 
 
 def test_triton_kernels_give_the_tokens_of_the_reference(
@@ -108,6 +123,38 @@ def test_a_draft_model_reads_once_a_chain_and_leaves_the_tokens_unchanged(
     assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
     assert own.counts.replayed and max(after - before for before, after in pairwise(recorded)) == 1
     assert len({key.kind[0] for key in own.graphs}) == 2  # of the target and of the draft
+    check_idle(llm)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+def test_rules_that_compare_p_with_q_stay_on_the_device(
+    rule: str, llm: LLM, plain: list[Any], small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A read for the chains and one for the answers of a step; the texts are those of the rule on the host."""
+    from outrider.backends.triton.verifier import TreeVerifier
+
+    draft = noisy_copy(small, tmp_path / "draft")
+    use = {"model": draft, "num_speculative_tokens": 3, "verification": rule}
+    own = graphs_of(llm, monkeypatch)
+    monkeypatch.setattr("outrider.backends.triton.graphs.graphs_for", lambda device: own)
+    params = [PARAMS[0], PARAMS[1]]
+    llm.use(use)
+    llm.engine.ahead = True  # a step in flight, as on a device
+    steps, seen = llm.engine.steps, Syncs()
+    with seen:
+        outputs = run_staggered(llm, PROMPTS, params)
+    assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
+    assert own.counts.replayed
+    assert visible_parts(outputs[0].outputs) == visible_parts(plain[0])
+    drafted, accepted = (sum(getattr(o.speculation, key) for o in outputs) for key in ("drafted", "accepted"))
+    assert drafted > accepted > 0
+    check_idle(llm)
+    monkeypatch.setattr(TreeVerifier, "rules", ("match",))
+    llm.use(use)
+    with Syncs() as seen:
+        on_host = run_staggered(llm, PROMPTS, params)
+    assert len(seen.seen) > 2 * (llm.engine.steps - steps)
+    assert [visible_parts(o.outputs) for o in on_host] == [visible_parts(o.outputs) for o in outputs]
     check_idle(llm)
 
 

@@ -13,8 +13,9 @@ from openai.types.responses import response_create_params
 from served import Served, forked
 
 from outrider.errors import ConfigError
+from outrider.serve.ids import ATTEMPT
 from outrider.serve.options import ServerOptions
-from outrider.serve.protocol import ATTEMPT, CURES, UNSUPPORTED, ChatBody, CompletionBody, ResponsesBody
+from outrider.serve.protocol import CURES, UNSUPPORTED, ChatBody, CompletionBody, ResponsesBody
 from outrider.serve.state import Server
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

@@ -91,7 +91,7 @@ class Chain(NamedTuple):
     """A chain of draft tokens that begins after row `at` of a step.
 
     probs: if given, tokens are sampled.  float64 [levels, width], receives what each was sampled from, 0
-        after the draft's vocabulary.
+        after the draft's vocabulary.  On the CPU, or on a device whose kernels verify trees by q.
     first_node: number of the random stream of the first sampled token
     floor, joint_floor: with a `StopRule`: the chain ends after a token of lower probability, or with which
         the product of its probabilities is lower
@@ -112,12 +112,14 @@ class Chains(NamedTuple):
 
     A chain ends after `levels` tokens, by `stop_rule`, or if no token can be picked.
     states: [chains, most levels, h], receives the residual stream that each token was picked from
+    width: of `Chain.probs`, if any chain of this drafter has it, and 0 otherwise: one graph serves them all
     """
 
     chains: Sequence[Chain]
     vocabulary: int
     stop_rule: StopRule | None = None
     states: Tensor | None = None
+    width: int = 0
 
 
 # The best token of each row of logits [n, V], given the distribution and the key of the noise of each.

@@ -38,4 +38,10 @@ class StatePool:
         """Have at least so many slots."""
         for i, state in enumerate(self.states):
             if (missing := slots - len(state)) > 0:
-                self.states[i] = torch.cat([state, state.new_zeros(missing, *state.shape[1:])])
+                more = state.new_zeros(missing, *state.shape[1:])
+                self.states[i] = torch.cat([state, more]) if len(state) else more
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy the states of a slot to another one."""
+        for state in self.states:
+            state[target].copy_(state[source])

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from outrider.checkpoints.mxfp4 import BLOCK, METHOD, unpack
-from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
-from outrider.checkpoints.scaled import ScaledWeights, quantized
+from outrider.checkpoints.quantized_layers import QuantizedLayers
+from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.weights import Source, Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
@@ -46,7 +46,7 @@ def open_source(files: Weights, scheme: Scheme | None) -> Source:
     return JoinedExperts(files, files) if has_joined_experts(files) else files
 
 
-def open_quantized(files: Weights, scheme: Scheme) -> PackedWeights | ScaledWeights | JoinedExperts:
+def open_quantized(files: Weights, scheme: Scheme) -> QuantizedLayers | JoinedExperts:
     """The tensors of a checkpoint's files that are quantized so.  Raises as `open_source`."""
     if not has_joined_experts(files):
         return quantized(files, scheme)

@@ -28,10 +28,9 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Drafters for rows of a kind, those of them that do not seem to pay, and the plan of the first row."""
+    """Drafters for rows of a kind, and the plan of the first row."""
 
     chosen: Sequence[Candidate]
-    exploring: set[int]
     plan: Plan
 
 

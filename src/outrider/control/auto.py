@@ -231,8 +231,10 @@ class AutoController(StandingPlans):
         self._charge(self.looked)
         self.looked = 0.0
         spent = self.mix.seconds if self.mix is not None else {}
-        what = batch, self.load, self.tries, times.propose, seconds, spent, ended
-        self.log.append(StepRecord(*what, once, self.cold and bool(self.tries)))
+        cold = self.cold and bool(self.tries)
+        self.log.append(
+            StepRecord(batch, self.load, self.tries, times.propose, seconds, spent, ended, once, cold)
+        )
         self.cold = self.cold and not self.tries
         if any(step.tree.tokens for step in batch):
             self.since_plain += 1

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import pairwise
+from typing import NamedTuple
 
 from outrider.control.prefill import ChunkCost
 
@@ -192,6 +193,13 @@ def _on_line(known: Mapping[int, float], rows: int) -> float:
     return max(known[below] + (rows - below) * slope, known[places[0]])
 
 
+class Ask(NamedTuple):
+    """Rows that ask a drafter together, and the mean depth of what they ask for."""
+
+    rows: int
+    depth: float
+
+
 class DraftCost:
     """Seconds of asking each drafter, at pace 1: lines over the depth, by asking rows.
 
@@ -201,7 +209,6 @@ class DraftCost:
 
     def __init__(self, plain: float, by_level: Collection[int] = ()) -> None:
         self.plain, self.by_level = plain, by_level
-        self.idle = 0.0  # moving average of the seconds of a step without requests to drafters
         self.lines: dict[tuple[int, int], tuple[ChunkCost, float, float]] = {}  # cost, fixed, per level
 
     def known(self, drafter: int) -> bool:

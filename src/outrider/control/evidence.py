@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
 from outrider.control.acceptance import FIRST_GRADED, FIRST_UNGRADED, PAUSE, Calibration, Reach, Reliability
-from outrider.control.cost import OUTLIER, RATE, ForwardCost
+from outrider.control.cost import OUTLIER, RATE, Ask, ForwardCost
 from outrider.control.ledger import FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Moment, Trials
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
@@ -58,24 +58,26 @@ class Evidence:
         module: Module | None = None,
     ) -> None:
         self.arms, self.memory, self.module = arms, memory, module
-        self.forward = forward = forward or ForwardCost()
-        by_level = {k for k, arm in enumerate(arms) if arm.prefills}
-        self.learned = found = learned(memory and memory.read(), len(arms), forward.base(1), by_level)
+        self.forward = forward or ForwardCost()
+        plain, by_level = self.forward.base(1), {k for k, arm in enumerate(arms) if arm.prefills}
+        self.learned = found = learned(memory and memory.read(), len(arms), plain, by_level)
         self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger, self.graded = found
-        for reach in [reach for arm, reach in zip(arms, self.reach) if arm.grades]:
-            reach.expected = FIRST_UNGRADED
-        self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
-        self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
-        self.total, self.reliability, self.kept_at = DraftingSummary(), Reliability(), -math.inf
-        self.history = deque[Moment](maxlen=2000)  # for a picture
+        for arm, reach in zip(arms, self.reach):
+            if arm.grades:
+                reach.expected = FIRST_UNGRADED
+        self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * plain)
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.known = [reach.asked >= KNOWN for reach in self.reach]
-        self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in self.known]
-        self.sums, self.turn, self.surprises = StepSums(arms), 0, 0
+        self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * plain) for old in self.known]
+        self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
+        self.worth, self.prefill_seconds = [0.0] * len(arms), 0.0
         self.states, self.decided, self.pending = dict[Row, RowState](), dict[Row, float](), False
-        self.tail, self.worth = Tail(), [0.0] * len(arms)
-        self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
+        self.sums, self.total, self.tail = StepSums(arms), DraftingSummary(), Tail()
+        self.history = deque[Moment](maxlen=2000)  # for a picture
+        self.reliability, self.turn = Reliability(), 0
+        self.idle = self.host = self.overhead = 0.0
+        self.surprises, self.kept_at = 0, -math.inf
 
     def state(self, row: Row) -> RowState:
         found = self.states.get(row)
@@ -237,10 +239,9 @@ class Evidence:
         self.host = 0.0
         return extra
 
-    def _expected(self, load: Load, asks: Mapping[int, Sequence[int]]) -> float:
+    def _expected(self, load: Load, asks: Mapping[int, Ask]) -> float:
         """Seconds that drafting is expected to take."""
-        means = {k: (len(depths), sum(depths) / len(depths)) for k, depths in asks.items()}
-        return load.pace * sum(self.drafting.expected(k, *mean) for k, mean in means.items())
+        return load.pace * sum(self.drafting.expected(k, *ask) for k, ask in asks.items())
 
     def _forward(self, load: Load, nodes: int, seconds: float) -> None:
         if not nodes:
@@ -251,9 +252,7 @@ class Evidence:
         surprise = self.forward.learn_drafting(load.batch, load.rows + nodes, context, seconds)
         self.surprises = self.surprises + 1 if abs(surprise) > SURPRISE else 0
 
-    def _prefill(
-        self, record: StepRecord, asks: Mapping[int, Sequence[int]], late: Mapping[int, int]
-    ) -> float:
+    def _prefill(self, record: StepRecord, asks: Mapping[int, Ask], late: Mapping[int, int]) -> float:
         """Note what drafters take for prefill.  Returns the seconds of a step that fall to drafts.
 
         Prefill and catching up (`late`: tokens by drafter) are decided on before, by what they are expected
@@ -286,18 +285,18 @@ class Evidence:
             self.ledger.add_steps(caught, 0.0, 0.0)
             self.total.seconds += caught
 
-    def _propose(self, record: StepRecord, asks: Mapping[int, Sequence[int]], asked: Asks) -> float:
+    def _propose(self, record: StepRecord, asks: Mapping[int, Ask], asked: Asks) -> float:
         """Note what drafting has cost.  Returns its seconds beyond those of idle drafters, an outlier cut."""
         load, propose, expected = record.load, record.propose, self.idle
         # merging and trimming their trees takes time, too
         shared = max(0.0, propose - sum(record.spent.values()) - self.idle) / max(1, len(asks))
-        for k, depths in asks.items():
-            mean = sum(depths) / len(depths)
-            expected += load.pace * self.drafting.expected(k, len(depths), mean)
+        for k, ask in asks.items():
+            usual = self.drafting.expected(k, *ask)
+            expected += load.pace * usual
             seconds = (record.spent.get(k, 0.0) + shared) / load.pace
             if record.cold and self.drafting.known(k):
-                seconds = min(seconds, self.drafting.expected(k, len(depths), mean))
-            asked.setdefault((k, len(depths)), []).append((mean, seconds))
+                seconds = min(seconds, usual)
+            asked.setdefault((k, ask.rows), []).append((ask.depth, seconds))
         if expected:
             propose = min(propose, OUTLIER * expected)
         if not asks:

@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from statistics import linear_regression
@@ -195,7 +195,8 @@ class PrefillPacer:
 
         wanted: tokens up to the end of the prompt.
         """
-        decode, cost = self._decode(decoding), self._nearest(context)
+        decode = self._decode(decoding)
+        cost = self.costs[_nearest(self.costs, context // CONTEXT_BUCKET)] if self.costs else None
         chunk: float = FIRST_CHUNK
         whole = 0.0  # tokens up to which the end of a prompt is not divided
         if decode is not None and cost is not None:
@@ -289,20 +290,13 @@ class PrefillPacer:
         """Seconds in which so many rows, or the nearest number that was seen, emit one token each."""
         if not self.decode_steps:
             return None
-        nearest = min(self.decode_steps, key=lambda rows: (abs(rows - decoding), rows))
-        return _seconds_per_token(self.decode_steps[nearest])
-
-    def _nearest(self, context: int) -> ChunkCost | None:
-        if not self.costs:
-            return None
-        bucket = context // CONTEXT_BUCKET
-        return self.costs[min(self.costs, key=lambda other: (abs(other - bucket), other))]
+        return _seconds_per_token(self.decode_steps[_nearest(self.decode_steps, decoding)])
 
     def _new_cost(self, bucket: int) -> ChunkCost:
         """The nearest estimate as a prior: the farther away, the less it weighs."""
         if not self.costs:
             return ChunkCost()
-        nearest = min(self.costs, key=lambda other: (abs(other - bucket), other))
+        nearest = _nearest(self.costs, bucket)
         return self.costs[nearest].scaled(0.7 ** min(8, abs(nearest - bucket)))
 
 
@@ -312,6 +306,11 @@ def _bucket(rows: int) -> int:
         return rows
     shift = rows.bit_length() - 4
     return rows >> shift << shift
+
+
+def _nearest(known: Iterable[int], wanted: int) -> int:
+    """The known number nearest to a wanted one; of two the smaller."""
+    return min(known, key=lambda other: (abs(other - wanted), other))
 
 
 def _seconds_per_token(steps: Collection[tuple[float, float]]) -> float:

@@ -50,6 +50,18 @@ class Target:
         return asked or (CPU_NODES if self.on_cpu else published)
 
     @property
+    def probs_width(self) -> int:
+        """Probabilities of a distribution q; 0 if the rule reads none."""
+        return self.vocabulary if self.needs_probs else 0
+
+    @property
+    def probs_device(self) -> torch.device:
+        """Where distributions q of a device's samples stay: there, if its kernels compare them with p."""
+        verifier = self.decoder.backend.verifier
+        kernels = verifier is not None and "rejection" in verifier.rules
+        return self.decoder.device if kernels else torch.device("cpu")
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the target computes on a CPU."""
         return self.decoder.device.type == "cpu"

@@ -28,6 +28,7 @@ from outrider.engine.adapters import Adapters
 from outrider.engine.adaptive import AdaptiveControllers
 from outrider.engine.flights import Flight, controller_of, report_of
 from outrider.engine.memory import build_cache, longest
+from outrider.engine.row_states import RowStates
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
 from outrider.engine.turn import Turn
@@ -69,8 +70,9 @@ class Engine:
             )
         self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.backend)
-        about = self.decoder, self.checkpoint, options, self.device, self.max_len
-        self.controllers = AdaptiveControllers(*about)
+        self.controllers = AdaptiveControllers(
+            self.decoder, self.checkpoint, options, self.device, self.max_len
+        )
         vocabulary = self.checkpoint.spec.vocabulary
         self.target = Target(
             self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of,
@@ -124,7 +126,9 @@ class Engine:
         for each in adaptive:
             each.settles = self.ahead
         self.controller: Controller = adaptive[0] if adaptive else limits
-        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
+        states = cache.pools[0].states
+        self.row_states = None if states is None else RowStates(cache, states)
+        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel, self.row_states)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
@@ -232,8 +236,8 @@ class Engine:
         output.record_logprobs()
         self.scheduler.clip(batch)
         self.scheduler.commit(batch)
-        if self.cache.states:
-            self.runner.settle(batch)
+        if self.row_states is not None:
+            self.row_states.settle(batch)
         commit = self._commit(batch, output)
         observed, before = 0.0, working_time() if self.ahead else 0.0
         self.proposer.observe(commit)
@@ -277,8 +281,8 @@ class Engine:
         """Queue a row."""
         if self.learner is None:  # it lets torch use fewer threads for a while
             adopt_threads()
-        if self.cache.states:
-            row.source = None  # every row computes the whole prompt
+        if self.row_states is not None and not self.row_states.shares_prompt(row):
+            row.source = None
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
-from outrider.core.block_table import NO_STATE, BlockTable
 from outrider.core.logprobs import Logprobs, TopValues
-from outrider.core.recurrent import RecurrentRows, Replay
 from outrider.core.step import FINAL, Batch, Needs, RowStep, States
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Resume
+from outrider.engine.row_states import RowStates
 from outrider.errors import OutriderError
 from outrider.models.base import Model
 from outrider.sampling import random_streams
@@ -123,27 +122,21 @@ class ForwardOutput:
             logprobs.add(token, self.sampler.values(step.row, step.emitted[:i], logits, logprobs.mode))
 
 
-class Accepted(NamedTuple):
-    """Accepted nodes of a row that has this table.  kept: as in `Replay`."""
-
-    table: BlockTable
-    kept: Sequence[int]
-
-
 class Runner:
     """Runner of the target's forward.
 
     rule: the rule by which the forward also verifies trees if the backend supports it (see Rule.kernel).
-    accepted: what the next forward of a model with recurrent layers replays
+    states: of a model with recurrent layers
     """
 
-    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, rule: str) -> None:
+    def __init__(
+        self, decoder: Model, pool: Pool, sampler: Sampler, rule: str, states: RowStates | None = None
+    ) -> None:
         self.decoder, self.pool, self.sampler = decoder, pool, sampler
         verifier = decoder.backend.verifier
         self.verifier = verifier if verifier is not None and rule in verifier.rules else None
         self.processes = self.verifier is not None and self.verifier.processes
-        self.rule = rule
-        self.accepted: list[Accepted] = []
+        self.rule, self.states = rule, states
 
     def begin(self, batch: Batch, needs: Needs) -> Callable[[], ForwardOutput]:
         """Begin the forward.  The result waits for it; until then, the host reads nothing of a device."""
@@ -152,12 +145,10 @@ class Runner:
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
         scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
-        recurrent = step_input.recurrent = None if self.pool.states is None else self._replays()
+        step_input.recurrent = None if self.states is None else self.states.begin(batch)
         for r, step in enumerate(batch):
             row, first = step.row, step_input.length
             add_row(step_input, step)
-            if recurrent is not None and row.table is not None:
-                recurrent.add(row.table.state, first + step.known - 1)
             if row.logprobs is not None and row.logprobs.prompt_pending(row.prompt):
                 scored.append((step, first))
             if row.adapter is not None:
@@ -183,21 +174,6 @@ class Runner:
             return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, num_rows, found)
 
         return complete
-
-    def settle(self, batch: Batch) -> None:
-        """Note the accepted nodes of a committed step, of a model with recurrent layers."""
-        self.accepted, first = [], 0
-        for step in batch:
-            if step.accepted and step.row.table is not None:
-                self.accepted.append(Accepted(step.row.table, [first + node for node in step.accepted]))
-            first += len(step.tree.tokens)
-
-    def _replays(self) -> RecurrentRows:
-        """The record for recurrent layers, with the replays of rows that run."""
-        # of all rows, also of those that the step leaves out: its forward keeps other inputs
-        accepted, self.accepted = self.accepted, []
-        replays = [Replay(table.state, kept) for table, kept in accepted if table.state != NO_STATE]
-        return RecurrentRows(replays=replays)
 
     def _set_verified(self, batch: Batch, queries: TreeQueries) -> dict[int, Sequence[TopValues]]:
         """Store the paths that the backend has verified.  Returns log-probabilities that it has found, by row.

@@ -323,7 +323,7 @@ class Scheduler:
         Returns False if there is no free page for a copy.
         """
         source, fits = row.source, True
-        if source is not None and source.table is not None:
+        if source is not None and source.table is not None and not self.cache.states:
             row.computed = min(row.prompt - 1, self.hooks.filled(source))
             fits = self.cache.fork(source.table, table, row.computed)
         else:

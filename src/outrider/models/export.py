@@ -22,9 +22,10 @@ from torch import Tensor
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.joined_experts import has_joined_experts
 from outrider.checkpoints.names import GPT, MIXTRAL, ROUTER
-from outrider.checkpoints.packed import MIDPOINT, PackedWeights
+from outrider.checkpoints.packed import MIDPOINT
 from outrider.checkpoints.quantize import GROUP, quantize
-from outrider.checkpoints.scaled import ScaledWeights, quantized
+from outrider.checkpoints.quantized_layers import QuantizedLayers
+from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import SAFE, Weights, open_weights, write_tensors
 from outrider.core.quantized import QuantizedWeight
@@ -130,8 +131,8 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
     return size
 
 
-def _dense(weights: PackedWeights | ScaledWeights, names: Iterable[str]) -> dict[str, Tensor]:
-    words = f".{weights.layout.words}"
+def _dense(weights: QuantizedLayers, names: Iterable[str]) -> dict[str, Tensor]:
+    words = f".{weights.layout.values}"
     found = (f"{name.removesuffix(words)}.weight" if name.endswith(words) else name for name in names)
     return {name: weights.raw(name) for name in found if name in weights}
 

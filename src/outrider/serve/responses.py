@@ -19,7 +19,7 @@ from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.logprobs import MessageLogprobs
 from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
-from outrider.serve.sampling import check_logprobs, naming, of_format, params_of
+from outrider.serve.sampling import check_budget, check_logprobs, naming, of_format, params_of
 from outrider.serve.state import Server
 from outrider.serve.tool_choice import ToolUse
 from outrider.serve.usage import speculation_of, usage_of
@@ -38,6 +38,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     if body.background:
         raise ApiError(400, "background responses are not supported: leave it out.", "background")
     check_logprobs(body, server.options.max_logprobs)
+    check_budget(body, server.reasoning)
     with_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not with_logprobs:
         raise ApiError(400, f'top_logprobs needs include=["{LOGPROBS}"].', "top_logprobs")
@@ -52,15 +53,17 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     forms = [form for form in (_format(body), use.form) if form is not None]
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
-    params = params_of(body, server.llm.sampling, forms[0] if forms else None, server.reasoning, **more)
+    form, markers = forms[0] if forms else None, server.reasoning
+    params = params_of(body, server.llm.sampling, form, markers, markers, **more)
+    messages = messages_of(body.input, body.instructions)
     prompt = server.conversation(
-        messages_of(body.input, body.instructions),
+        messages,
         tools=use.tools or None,
         chat_template_kwargs=of_effort(_effort(body)),
     )
     ids = ids_of(body, "resp_")
     (request,) = await server.read([prompt], params, ids.own, adapter, body.priority, body.cache_salt)
-    reply = reply_for(server, use, body, request, server.reasoning)
+    reply = reply_for(server, use, body, request, messages, server.reasoning)
     made = Responses(server, body, ids.shown, now(), [request], reply)
     if with_logprobs:
         made.logprobs = MessageLogprobs(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
-from outrider.verify.base import RowPicker, Rule, children_of, residual
+from outrider.verify.base import RowPicker, Rule, children_of, q_of, residual
 
 
 class Rejection(Rule):
@@ -43,7 +43,7 @@ class Rejection(Rule):
         """The accepted sibling, or None and the distribution of the token to emit instead."""
         left: dict[int, Tensor] = {}  # index of q -> q without the siblings drawn from it
         for node in siblings:
-            token, distribution = tree.tokens[node], tree.distribution(node)
+            token, distribution = tree.tokens[node], q_of(tree, node)
             if distribution is None:
                 if target.accept(node, float(p[token])):
                     return node, p

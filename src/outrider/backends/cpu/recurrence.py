@@ -25,7 +25,7 @@ class Forest:
 
     def __init__(self, path: Path) -> None:
         self.fresh = array("i", [int(slot in path.fresh) for slot in path.slot])
-        arrays = path.parent, path.slot, path.save, self.fresh
+        arrays = path.parent, path.slot, path.save, self.fresh, path.copy
         self.c = STRUCTS["Forest"](len(path), *[values.buffer_info()[0] for values in arrays])
 
 

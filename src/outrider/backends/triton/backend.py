@@ -38,7 +38,7 @@ class TritonBackend(TorchBackend):
         device = torch.empty(0, device=device).device  # with its number, as in the tensors of graphs
         super().__init__(device, dtype)
         self.exact = device.type != "cuda" or linear.same_in_all_tiles(device, dtype)
-        self.verifier = TreeVerifier()
+        self.verifier = TreeVerifier(device)
         self.pick_next, self.top_next = picking.pick_next, picking.TopNext()
         self.graphs, self.fused = graphs.graphs_for(device), TritonFusedModel(self)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"

@@ -3,11 +3,12 @@
 `core/edits.py` says what is applied, and `sampling/processors.py` is the reference, bit for bit.  A step's
 edits are one array of int32 numbers:
 
-    of each row of logits    ROW numbers: offset of its mask or -1, words of the mask, bans: first, end
+    of each row of logits    ROW numbers: offset of its mask or -1, words of the mask; bans: first, end; its
+                             tree, or one of the next two; the token of its node; row of the parent or -1; -
     of each tree             TREE numbers: entries: first, end; repetition; -; frequency and presence, float64
     masks, bans, entries     at the offsets above, each at a multiple of 16 bytes
 
-Rows of trees without edits are copied, and those without a tree are left out.
+Rows without edits are copied, and those behind all trees left out.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from outrider.core.device import power_of_two
 from outrider.core.edits import COLUMNS, Edits, Numbers
 from outrider.core.tree import ROOT
 
-ROW, TREE = 4, 8
+ROW, TREE = 8, 8
+NO_EDITS, NOT_USED = tl.constexpr(-1), tl.constexpr(-2)
 WIDE, FEW, SPLITS = (
     1024,
     256,
@@ -35,6 +37,7 @@ WIDE, FEW, SPLITS = (
 )  # logits of a program of `_mask`; entries of one of `_edit`, and its programs
 LEAST = 4096  # numbers that a graph has room for
 NO_MASK = (-1, 0, 0, 0)
+PLAIN_ROW = (*NO_MASK, NO_EDITS.value, 0, -1, 0)
 NO_ENTRIES = array("i", struct.pack("iifidd", 0, 0, 1.0, 0, 0.0, 0.0))
 
 
@@ -46,12 +49,12 @@ class Span(NamedTuple):
 
 
 class EditTables:
-    """The edits of several trees, as the kernels read them."""
+    """The edits of several trees, as the kernels read them.  used: rows of logits up to those of the last one."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
-        self.length = 0  # numbers of all parts
-        self.rows: dict[int, tuple[int, int, Span]] = {}  # row of logits -> mask, its words, bans
+        self.length = self.used = 0  # numbers of all parts
+        self.rows: dict[int, list[int]] = {}  # row of logits -> its numbers, with offsets into the parts
         self.trees: dict[int, tuple[Span, tuple[float, ...]]] = {}  # tree -> entries, penalties
 
     def add(self, number: int, root: int, edits: Edits) -> None:
@@ -60,6 +63,7 @@ class EditTables:
         banned = dict[int, list[int]]()
         for node, token in edits.bans:
             banned.setdefault(node, []).append(token)
+        tokens, parents = [0, *edits.tree.tokens], [ROOT, *edits.tree.parents]
         for node, bits in enumerate(edits.masks, ROOT):
             mask = Span(-1, -1)
             if bits is not None:
@@ -67,7 +71,8 @@ class EditTables:
                     masks[id(bits)] = self._put(bits.tobytes())
                 mask = masks[id(bits)]
             bans = self._put(array("i", banned[node]).tobytes()) if node in banned else Span(0, 0)
-            self.rows[root + 1 + node] = mask.first, mask.end - mask.first, bans
+            path = tokens[node + 1], root + 1 + parents[node + 1] if node >= 0 else -1
+            self.rows[root + 1 + node] = [mask.first, mask.end - mask.first, *bans, number, *path, 0]
         counted = edits.counted
         penalties = counted.repetition, counted.frequency, counted.presence
         self.trees[number] = self._put(edits.entries().tobytes()), penalties
@@ -87,12 +92,13 @@ class EditTables:
     def numbers(self, rows: int) -> Numbers:
         """The array for so many rows of logits."""
         start = (ROW + TREE) * rows
-        of_rows, of_trees = array("i", NO_MASK) * rows, NO_ENTRIES * rows
-        for row, (mask, words, (first, end)) in self.rows.items():
+        of_rows = array("i", PLAIN_ROW) * self.used
+        of_rows += array("i", [*NO_MASK, NOT_USED.value, 0, -1, 0]) * (rows - self.used)
+        of_trees = NO_ENTRIES * rows
+        for row, (mask, words, first, end, *path) in self.rows.items():
             shift = start if end > first else 0
-            of_rows[ROW * row : ROW * row + ROW] = array(
-                "i", [mask if mask < 0 else start + mask, words, first + shift, end + shift]
-            )
+            own = [mask if mask < 0 else start + mask, words, first + shift, end + shift, *path]
+            of_rows[ROW * row : ROW * row + ROW] = array("i", own)
         for tree, ((first, end), penalties) in self.trees.items():
             repetition, *others = penalties
             packed = struct.pack("iifidd", start + first, start + end, repetition, 0, *others)
@@ -101,10 +107,10 @@ class EditTables:
 
 
 @triton.jit
-def _mask(logits, edited, edits, owners, stride, vocabulary, ROW: tl.constexpr, WIDE: tl.constexpr):
+def _mask(logits, edited, edits, stride, vocabulary, ROW: tl.constexpr, WIDE: tl.constexpr):
     """WIDE logits of a row, -inf where its mask or its bans say so."""
     row, i = tl.program_id(0), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
-    if tl.load(owners + row * 2) < 0:
+    if tl.load(edits + row * ROW + 4) == NOT_USED:
         return
     inside = i < vocabulary
     x = tl.load(logits + row.to(tl.int64) * stride + i, mask=inside, other=0.0)
@@ -119,19 +125,18 @@ def _mask(logits, edited, edits, owners, stride, vocabulary, ROW: tl.constexpr, 
 
 @triton.jit
 def _edit(
-    edited, edits, doubles, owners, trees, nodes, vocabulary, rows, ROW: tl.constexpr, TREE: tl.constexpr,
-    COLUMNS: tl.constexpr, FEW: tl.constexpr,
+    edited, edits, doubles, vocabulary, rows, ROW: tl.constexpr, TREE: tl.constexpr, COLUMNS: tl.constexpr,
+    FEW: tl.constexpr,
 ):  # fmt: skip
     """Biases, depths and penalties of the entries of a row's tree.  Each token is in one entry."""
     row, part = tl.program_id(0), tl.program_id(1)
-    tree = tl.load(owners + row * 2).to(tl.int32)
+    tree = tl.load(edits + row * ROW + 4)
     if tree < 0:
         return
     head = rows * ROW + tree * TREE
     first, end = tl.load(edits + head), tl.load(edits + head + 1)
     repetition = tl.load(edits + head + 2).to(tl.float32, bitcast=True)
     frequency, presence = tl.load(doubles + head // 2 + 2), tl.load(doubles + head // 2 + 3)
-    root, own = tl.load(trees + tree * 3).to(tl.int32), tl.load(trees + tree * 3 + 1).to(tl.int32)
     for begin in range(first + part * FEW * COLUMNS, end, tl.num_programs(1) * FEW * COLUMNS):
         place = begin + tl.arange(0, FEW) * COLUMNS
         token = tl.load(edits + place, mask=place < end, other=-1)
@@ -139,11 +144,13 @@ def _edit(
         count = tl.load(edits + place + 1, mask=inside, other=-1)
         bias = tl.load(edits + place + 2, mask=inside, other=0).to(tl.float32, bitcast=True)
         until = tl.load(edits + place + 3, mask=inside, other=0)
-        depth, drafted, node = tl.full((), 0, tl.int32), tl.zeros((FEW,), tl.int32), row - 1 - root
-        while node >= 0:
-            drafted += (token == tl.load(nodes + (own + node) * 2)).to(tl.int32)
+        depth, drafted = tl.full((), 0, tl.int32), tl.zeros((FEW,), tl.int32)
+        above, node = tl.load(edits + row * ROW + 6), row
+        while above >= 0:
+            drafted += (token == tl.load(edits + node * ROW + 5)).to(tl.int32)
             depth += 1
-            node = tl.load(nodes + (own + node) * 2 + 1).to(tl.int32)
+            node = above
+            above = tl.load(edits + node * ROW + 6)
         at = edited + row.to(tl.int64) * vocabulary + token
         x = tl.load(at, mask=inside, other=0.0)
         x = tl.where(bias != 0.0, x + bias, x)
@@ -154,18 +161,18 @@ def _edit(
         tl.store(at, tl.where((count >= 0) | (drafted > 0), y, x), mask=inside)
 
 
-def edited(logits: Tensor, edits: Tensor, owners: Tensor, trees: Tensor, nodes: Tensor) -> Tensor:
-    """Logits float32 [M, V] after the processors of each row; those of rows without a tree are not set.
+def edited(logits: Tensor, edits: Tensor) -> Tensor:
+    """Logits float32 [M, V] after the processors of each row; those behind all trees are not set.
 
-    edits: `EditTables.numbers`.  owners, trees, nodes: as in `TreeQueries.words`.
+    edits: `EditTables.numbers`.
     """
     rows, vocabulary = logits.shape
     made = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits.device)
     _mask[(rows, triton.cdiv(vocabulary, WIDE))](
-        logits, made, edits, owners, logits.stride(0), vocabulary, ROW=ROW, WIDE=WIDE,
+        logits, made, edits, logits.stride(0), vocabulary, ROW=ROW, WIDE=WIDE,
     )  # fmt: skip
     _edit[(rows, SPLITS)](
-        made, edits, edits.view(torch.float64), owners, trees, nodes, vocabulary, rows, ROW=ROW, TREE=TREE,
-        COLUMNS=COLUMNS, FEW=FEW, enable_fp_fusion=False,
+        made, edits, edits.view(torch.float64), vocabulary, rows, ROW=ROW, TREE=TREE, COLUMNS=COLUMNS, FEW=FEW,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return made

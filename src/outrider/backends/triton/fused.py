@@ -18,15 +18,18 @@ from torch import Tensor
 from outrider.backends.base import Backend, Chains, LayerKV
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
+from outrider.backends.triton.besides import NO_MORE, Besides
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
+from outrider.backends.triton.distributions import sample
 from outrider.backends.triton.features import features_of
 from outrider.backends.triton.graphs import LAUNCHED, LAUNCHED_DRAFT, Graphs, Results
 from outrider.backends.triton.jobs import cost_of, frame, kind_of, padded, padded_rows
 from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
+from outrider.backends.triton.rules import RuleQueries
 from outrider.backends.triton.sizes import ChainSizes, StepSizes, first_rows, padded_wanted
-from outrider.backends.triton.verifier import NO_MORE, WORDS, Besides, TreeQueries, answers_to
+from outrider.backends.triton.verifier import TreeQueries
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
@@ -87,8 +90,9 @@ class TritonFusedModel:
         return logits.clone() if job.graphed else logits  # any graph's next replay may use this memory
 
     def extends(self, chains: Chains) -> bool:
-        """Not chains that are read after every token, or whose tokens are sampled from what is returned."""
-        if any(chain.probs is not None for chain in chains.chains):
+        """Not chains that are read after every token, or samples whose distributions are for the host."""
+        device = self.backend.device
+        if any(chain.probs is not None and chain.probs.device != device for chain in chains.chains):
             return False
         rule = chains.stop_rule
         if rule is None:
@@ -144,7 +148,7 @@ class _Model:
         return self.backend.soft_cap(logits, self.ends.cap) if self.ends.cap else logits
 
 
-def _step_sizes(model: _Model, queries: TreeQueries | None) -> StepSizes | None:
+def _step_sizes(model: _Model, queries: TreeQueries | RuleQueries | None) -> StepSizes | None:
     """The padded sizes of a step; None if it is too long for a graph."""
     step = model.kv.step_input
     sizes = padded(Sizes.of(step), model.layers[0])
@@ -188,9 +192,9 @@ def _with_plan(job: _Step | _Chain, plan: Plan) -> StepInput:
 class _Step:
     """`Job` of a step.
 
-    Its inputs are int32 numbers: ids [N], rows with logits [M], `verifier.WORDS` words of 8 bytes of each of
-    these for the trees, and the plan; and besides them those of `TreeQueries.more_numbers`.  Its results:
-    logits [M, V], states [N, states · h] side by side, answers and values, each if asked for.
+    Its inputs are int32 numbers: ids [N], rows with logits [M], as many words of 8 bytes of each of these as
+    the trees have, and the plan; and besides them those of `Asked.more_numbers`.  Its results: logits [M, V],
+    states [N, states · h] side by side, answers and values, each if asked for.
     """
 
     launched = LAUNCHED
@@ -199,7 +203,7 @@ class _Step:
         self,
         model: _Model,
         states: tuple[int, ...],
-        queries: TreeQueries | None,
+        queries: TreeQueries | RuleQueries | None,
         runs: Runs,
         sizes: StepSizes | None,
     ) -> None:
@@ -211,9 +215,9 @@ class _Step:
         self.sizes = *step, self.wanted, *self.more
         self.cost = cost_of(step.rows) + self.wanted / WANTED_AS_LONG
         self.uses = model.stack, model.kv.pool
-        mode = "" if queries is None else queries.asked.mode
-        self.rest = model.kv.layer, *kind_of(step), states, queries is None, more.edits > 0, mode
-        words = 0 if queries is None else 2 * WORDS * self.wanted
+        asked = None if queries is None else (queries.rule, more.edits > 0, queries.asked.mode)
+        self.rest = model.kv.layer, *kind_of(step), states, asked
+        words = 0 if queries is None else 2 * queries.words_each * self.wanted
         self.parts = [aligned(step.rows), aligned(self.wanted), aligned(words), total(step)]
 
     def at(self, sizes: tuple[int, ...]) -> _Step:
@@ -254,9 +258,9 @@ class _Step:
         kept = [model.final(x) if layer == FINAL else taps[layer] for layer in self.states]
         found = [torch.cat(kept, dim=1)] if len(kept) > 1 else kept
         if self.queries is not None:
-            most = self.wanted if self.graphed else self.queries.most
+            numbers = words[: 2 * self.queries.words_each * self.wanted].view(torch.int64)
             besides = Besides(self.more, more, self.queries.asked.mode)
-            found += answers_to(logits, words[: 2 * WORDS * self.wanted].view(torch.int64), most, besides)
+            found += self.queries.answers_to(logits, numbers, self.graphed, besides)
         return logits, *found
 
     def _run(self, x: Tensor, step: StepInput) -> tuple[Tensor, dict[int, Tensor]]:
@@ -285,7 +289,7 @@ class _Chain:
         self.sizes, self.cost = (*step, levels, count), cost_of(step.rows, *[count] * (levels - 1))
         self.uses = model.stack, model.kv.pool
         asked = chains.stop_rule is None, chains.states is None
-        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, *asked
+        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, chains.width, *asked
         self.numbers = ChainNumbers(*self.padded)
 
     def at(self, sizes: tuple[int, ...]) -> _Chain:
@@ -322,6 +326,8 @@ class _Chain:
         """Tokens and features of a level, picked from the stream x [C, h]."""
         logits = self.model.logits(self.model.final(x))[:, : self.chains.vocabulary]
         tokens = next_tokens(logits, given.owners[level], given.params)
+        if width := self.chains.width:
+            sample(logits, given.owners[level], given.params, given.samples[level], tokens, width)
         parts = [tokens[:, None].double()]
         if self.chains.stop_rule is not None:
             parts.append(features_of(logits, given.temperatures, tokens.clamp_min(0)))

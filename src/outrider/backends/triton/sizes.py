@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from outrider.backends.triton.besides import NO_MORE, More
 from outrider.backends.triton.jobs import ROWS, padded_rows
 from outrider.backends.triton.linear import FEW
 from outrider.backends.triton.plan import Sizes
-from outrider.backends.triton.verifier import NO_MORE, More
 from outrider.core.device import power_of_two
 
 # Rows with logits in graphs of as many rows and more: as fast as one, for the weights of the head are read.

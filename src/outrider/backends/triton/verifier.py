@@ -1,31 +1,26 @@
-"""Verification of draft trees on the device: all nodes are picked, then one program walks each tree.
+"""Verification of draft trees on the device.  Match: all nodes are picked, then one program walks each tree.
 
-Answers come back in one transfer: the only one of a step.
+Other rules: `rules.py`.  Answers come back in one transfer: the only one of a step.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer, keys_of
-from outrider.backends.triton.edits import ROW, TREE, EditTables, edited
-from outrider.backends.triton.plan import aligned
+from outrider.backends.triton.besides import Asked, Besides
+from outrider.backends.triton.rules import WALKS, RuleQueries
 from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, cuts_of, param_bytes
-from outrider.backends.triton.values import AskedValues, Picks, values_of
-from outrider.core.device import HostCopy, to_device
-from outrider.core.edits import Numbers
-from outrider.core.logprobs import TopValues
+from outrider.backends.triton.values import Picks, values_of
+from outrider.core.device import to_device
 from outrider.core.noise import MASK
 from outrider.core.params import DistributionParams
-from outrider.core.processor import edits_of
 from outrider.core.row import Row
 from outrider.core.tree import DraftTree
 
@@ -33,55 +28,27 @@ WORDS = 2 + PARAMS + 2 + 3  # of 8 bytes for each row of logits: owner, paramete
 NO_OWNER, NO_TREE = MASK, (-1, 0, 0)  # MASK is -1 as int64
 
 
-class More(NamedTuple):
-    """What a step computes besides the picks, as padded numbers; 0 for none of it.
-
-    edits: room of the edits of processors.  values, best: as in `AskedValues`.
-    """
-
-    edits: int
-    values: int
-    best: int
-
-    def length(self, rows: int) -> int:
-        """Numbers of both in a step with so many rows of logits."""
-        return self.before_edits + ((ROW + TREE) * rows + self.edits if self.edits else 0)
-
-    @property
-    def before_edits(self) -> int:
-        return aligned(self.values) if self.values else 0
-
-
-NO_MORE = More(0, 0, 0)
-
-
-class TreeQueries:
+class TreeQueries(Asked):
     """Trees for `_walk`, which writes for a tree of n nodes, one tree after another:
 
     accepted nodes [n] | tokens to emit [n + 1] | how many, -1 if a token could not be picked
     """
 
+    rule, words_each = "match", WORDS
+
     def __init__(self) -> None:
+        super().__init__()
         self.sizes: dict[int, int] = {}  # key -> nodes
         self.distributions: list[DistributionParams] = []
         self.owners, self.keys = list[int](), list[int]()  # `Rows.owners` of the rows so far, as columns
         self.trees = list[int]()  # root, first node and nodes of each
         self.tokens, self.parents = list[int](), list[int]()  # of the nodes
-        self.edits, self.asked = EditTables(), AskedValues()
-        self.answers: HostCopy | None = None
-        self.data: list[int] = []  # of `answers`
-        self.before_values = self.width = 0  # numbers in `data`, and of each row of values
 
     def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
-        """Add a tree behind those that were added, in the order of rows.
-
-        Not if only calls can tell what a processor of its row does: `verify/` verifies it.
-        """
+        """Add a tree behind those that were added, in the order of rows, if its row can be verified here."""
         owners, number, n = self.owners, len(self.sizes), len(tree.tokens) - tree.probes
-        if row.processors:
-            if (edits := edits_of(row.processors, row.tokens, tree)) is None:
-                return
-            self.edits.add(number, root, edits)
+        if not self.takes(row, number, tree, root):
+            return
         self.asked.add(key, row, root, n)
         between = root - len(owners)
         assert between >= 0, "trees are added in the order of their rows"
@@ -117,32 +84,14 @@ class TreeQueries:
         trees = array("q", self.trees) + array("q", NO_TREE) * (rows - len(self.sizes))
         return array("q", owners.tobytes() + params + nodes.tobytes() + trees.tobytes())
 
-    @property
-    def more(self) -> More:
-        return More(self.edits.room, self.asked.size, self.asked.best)
-
-    def more_numbers(self, rows: int, more: More) -> Numbers:
-        """What `answers_to` reads of `more` for so many rows of logits: rows with values, and the edits."""
-        first = np.zeros(more.before_edits, np.int32)
-        first[: len(self.asked.rows)] = self.asked.rows
-        return np.concatenate([first, self.edits.numbers(rows)]) if more.edits else first
-
-    def answered(self, answers: Tensor, values: Tensor | None = None) -> None:
-        """Begin to copy the answers to the host, and the values beside them."""
-        if values is not None:
-            self.before_values, self.width = len(answers), values.shape[1]
-            answers = torch.cat([answers, values.view(-1)])
-        self.answers = HostCopy(answers)
-
-    def values(self, key: int, nodes: Sequence[int]) -> list[TopValues] | None:
-        """Log-probabilities of the tokens after these nodes, once `read`; None if they are not here."""
-        if key not in self.asked.places:
-            return None
-        return self.asked.read(key, nodes, self.data, self.before_values, self.width)
+    def answers_to(
+        self, logits: Tensor, words: Tensor, padded: bool, besides: Besides | None
+    ) -> tuple[Tensor, ...]:
+        """`answers_to`.  padded: the words may be those of other trees, too."""
+        return answers_to(logits, words, len(logits) if padded else self.most, besides)
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
-        self.data, at = [] if self.answers is None else self.answers.tolist(), 0
-        data = self.data
+        data, at = self.read_numbers(), 0
         for key, n in self.sizes.items():
             emitted, count = at + n, data[at + 2 * n + 1]
             answer = data[at : at + count - 1], data[emitted : emitted + count]
@@ -180,14 +129,6 @@ def _walk(
     tl.store(accepted + 2 * n + 1, count)
 
 
-class Besides(NamedTuple):
-    """more: what is computed.  numbers: of `TreeQueries.more_numbers`.  mode: one of `logprobs.MODES`."""
-
-    more: More
-    numbers: Tensor
-    mode: str
-
-
 def answers_to(
     logits: Tensor, words: Tensor, most: int, besides: Besides | None = None
 ) -> tuple[Tensor, ...]:
@@ -196,9 +137,9 @@ def answers_to(
     words: int64, as `TreeQueries.words` for M rows.  most: nodes of a tree at most.
     """
     m, raw = len(logits), logits
+    if besides is not None:
+        logits = besides.edited(raw)
     owners, params, nodes, trees = words.split([2 * m, PARAMS * m, 2 * m, 3 * m])
-    if besides is not None and besides.more.edits:
-        logits = edited(raw, besides.numbers[besides.more.before_edits :], owners, trees, nodes)
     rows = Rows(logits, logits.amax(-1), owners, params.view(torch.float64))
     cuts = cuts_of(rows)
     scores, tokens = best_of_parts(rows, cuts)
@@ -210,25 +151,24 @@ def answers_to(
     )  # fmt: skip
     if besides is None or not besides.more.values:
         return (answers,)
-    asked = besides.numbers[: besides.more.values]
-    return answers, values_of(besides.mode, raw, rows, cuts, Picks(scores, tokens), asked, besides.more.best)
+    found = values_of(besides.mode, raw, rows, cuts, Picks(scores, tokens), besides.asked, besides.more.best)
+    return answers, found
 
 
 class TreeVerifier:
-    """Verification by match.  The other rules are computed on the host (`verify/`)."""
+    """Verification by all rules that have kernels."""
 
-    rules: Collection[str] = ("match",)
+    rules: Collection[str] = ("match", *WALKS)
     processes = True
 
-    def queries(self, rule: str) -> TreeQueries:
-        return TreeQueries()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    def verify(self, logits: Tensor, queries: TreeQueries) -> None:
-        if queries.sizes:
+    def queries(self, rule: str) -> TreeQueries | RuleQueries:
+        return TreeQueries() if rule == "match" else RuleQueries(rule, self.device)
+
+    def verify(self, logits: Tensor, queries: TreeQueries | RuleQueries) -> None:
+        if queries.distributions:
             words = torch.frombuffer(queries.words(*logits.shape), dtype=torch.int64)
-            besides = None
-            if (more := queries.more) != NO_MORE:
-                numbers = torch.from_numpy(queries.more_numbers(len(logits), more))
-                besides = Besides(more, to_device(numbers, logits.device), queries.asked.mode)
-            answers = answers_to(logits, to_device(words, logits.device), queries.most, besides)
-            queries.answered(*answers)
+            besides = queries.besides(len(logits), logits.device)
+            queries.answered(*queries.answers_to(logits, to_device(words, logits.device), False, besides))

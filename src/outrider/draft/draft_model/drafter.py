@@ -212,7 +212,7 @@ class ModelDrafter(Drafter):
         """Draft all chains in one call of the backend."""
         chains = [self._chain(start) for start in first.starts]
         stop_rule = self.stop.stop_rule or (StopRule() if self.target.adaptive else None)
-        wanted = Chains(chains, self.vocabulary, stop_rule)
+        wanted = Chains(chains, self.vocabulary, stop_rule, width=self.target.probs_width)
         tokens_of, features_of = self.decoder.draft_chain(first.step_input.build(), self.pool, wanted)
         trees = {}
         for i, start in enumerate(first.starts):
@@ -226,7 +226,8 @@ class ModelDrafter(Drafter):
         """The chain of a row, for the backend."""
         row, budget, first_node, probs = start.row, start.budget, self.target.stream_id, None
         if self.samples(row):
-            probs = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64)
+            shape, device = (budget.depth, self.target.vocabulary), self.target.probs_device
+            probs = torch.empty(shape, dtype=torch.float64, device=device)
         where = start.at, budget.depth, row.distribution, row.stream
         return Chain(*where, probs=probs, first_node=first_node, joint_floor=budget.floor)
 

@@ -49,7 +49,9 @@ def path_of(step_input: StepInput) -> RecurrentPath:
     rows = step_input.recurrent or _without_replays(step_input)
     parents, slots, saved, replayed = list[int](), list[int](), set[int](), list[int]()
     last = dict[int, int]()  # slot -> the row of its last replayed node
-    for slot, kept in rows.replays:
+    copies = dict[int, int]()
+    for slot, kept, copied in rows.replays:
+        copies.update((len(slots) + place, other) for place, other in copied.items())
         for number in kept:
             parents.append(last.get(slot, -1))
             last[slot] = len(slots)
@@ -67,8 +69,9 @@ def path_of(step_input: StepInput) -> RecurrentPath:
         drafted += range(known + 1, end)
         saved.add(offset + known)
     saved.update(last.values())  # of requests that this step leaves out
+    copies.update((offset + row, slot) for row, slot in rows.copies.items())
     save = [int(row in saved) for row in range(len(slots))]
-    return RecurrentPath(Path(parents, slots, save, fresh), replayed, drafted)
+    return RecurrentPath(Path(parents, slots, save, fresh, copies), replayed, drafted)
 
 
 def _without_replays(step_input: StepInput) -> RecurrentRows:

@@ -15,8 +15,8 @@ from outrider.serve.chat import Chat, chat_of, conversation_of
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.messages.blocks import ContentBlocks, content_of
 from outrider.serve.messages.protocol import CountBody, MessagesBody
-from outrider.serve.messages.translation import chat_body
-from outrider.serve.sampling import naming, rename_fields
+from outrider.serve.messages.translation import budget_of, chat_body
+from outrider.serve.sampling import can_bound, naming, rename_fields
 from outrider.serve.state import Server
 from outrider.serve.tool_calls import Parsed
 from outrider.serve.tool_choice import ToolUse
@@ -27,8 +27,11 @@ from outrider.serve.wire import event
 async def message_job(server: Server, body: MessagesBody) -> Messages:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     ids = ids_of(body, "msg_")
+    given = chat_body(body)
+    if given.thinking_token_budget is None and can_bound(server.reasoning):
+        given.thinking_token_budget = budget_of(body)
     try:
-        chat = await chat_of(server, chat_body(body), ids.own)
+        chat = await chat_of(server, given, ids.own)
     except ApiError as error:
         rename_fields(error)
         raise

@@ -57,6 +57,12 @@ class DraftModel(Method):
 
     def build(self) -> Any:
         options, theirs = self.options, self.target.checkpoint.config
+        if self.target.decoder.state_bytes(0):
+            raise ConfigError(
+                f"{self.target.decoder.spec.architecture} has recurrent layers, and its draft models would "
+                "have some, too, which is not supported: train a head (eagle3, medusa, …), or give a draft "
+                "model of another family."
+            )
         self.joins = self.target.decoder.device.type != "cpu"  # logits of padded texts take memory
         sizes = {
             "num_hidden_layers": min(options.layers, self.target.decoder.spec.layers),

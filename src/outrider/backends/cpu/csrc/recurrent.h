@@ -8,6 +8,7 @@ typedef struct {
     int64_t num_rows;
     const int32_t *parents; /* [num_rows]: the row before, -1: the state in the row's slot */
     const int32_t *slots, *saves, *fresh; /* [num_rows]; fresh: the slot is read as zeros */
+    const int32_t *copies; /* [num_rows]: another slot that the state after the row is written to, or -1 */
 } Forest;
 
 /* Inputs [rows,heads,dim] of which row r begins at data + r * stride. */
