@@ -162,7 +162,7 @@ def test_match_and_log_probabilities_are_those_of_the_reference(
         parents.append(parent)
         parent = len(tokens) - 1
         path.append(token)
-    tree, verifier = DraftTree(tokens, parents, [0.5] * len(tokens)), TreeVerifier()
+    tree, verifier = DraftTree(tokens, parents, [0.5] * len(tokens)), TreeVerifier(DEVICE)
     queries = verifier.queries("match")
     queries.add(5, row, tree, FIRST)
     queries.add(6, plain, EMPTY_TREE, 13)
@@ -209,9 +209,9 @@ def test_rows_that_the_device_cannot_verify_are_left_to_the_rule() -> None:
 
 def test_no_token_is_left_where_all_are_masked() -> None:
     logits, row = torch.randn(2, 60), row_of({"allowed_token_ids": [4]}, [[4]])
-    queries = TreeVerifier().queries("match")
+    queries = TreeVerifier(DEVICE).queries("match")
     queries.add(0, row, EMPTY_TREE, 1)
-    TreeVerifier().verify(logits.to(DEVICE), queries)
+    TreeVerifier(DEVICE).verify(logits.to(DEVICE), queries)
     assert dict(queries.read()) == {0: None}
 
 
