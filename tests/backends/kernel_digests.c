@@ -240,6 +240,7 @@ static void check_model(int kind, int family) {
     char *kv = pool(half ? BFLOAT16 : FLOAT32, &head_bytes);
     Layer layers[LAYERS] = {layer(kind, half),
                             has_experts ? layer_of_experts(kind, half) : layer(kind, half)};
+    for (int i = 0; i < LAYERS; i++) layers[i].place = i;
     for (int i = 0; is_gemma && i < LAYERS; i++) {
         layers[i].norm_attended = floats(HIDDEN, 1);
         layers[i].norm_mlp = floats(HIDDEN, 1);

@@ -101,8 +101,11 @@ def test_families_whose_blocks_are_those_of_llama(tmp_path: Path) -> None:
         family = name.removesuffix("ForCausalLM")
         if family == "MiMo":  # has no config in transformers: Qwen2's decoder
             continue
-        experts = EXPERTS if family in ("Mixtral", "Qwen3Moe", "GptOss") else {}
-        folder = tiny_checkpoint(tmp_path / family, "Gemma3Text" if family == "Gemma3" else family, **experts)
+        more = EXPERTS if family in ("Mixtral", "Qwen3Moe", "GptOss") else {}
+        if family == "Qwen3_5":
+            more = {"layer_types": ["linear_attention", "full_attention"]}
+        text = family + "Text" * (family in ("Gemma3", "Qwen3_5"))  # the others have no images
+        folder = tiny_checkpoint(tmp_path / family, text, **more)
         spec = Checkpoint.open(folder).spec
         assert isinstance(spec, Spec) and spec.like_llama == (name in LIKE_LLAMA), name
 

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import LLM
+from outrider.backends import recurrent_path
 from outrider.core.step import Batch
 from outrider.draft import names
 from outrider.engine import memory
 from outrider.engine.row_states import RowStates
 from outrider.errors import CapacityError, ConfigError
-from outrider.models.fallback import recurrent
 from outrider.testing import (
     EngineDriver,
     bare_checkpoint,
@@ -30,7 +30,7 @@ from outrider.testing import (
     visible_parts,
 )
 
-CASES = ("qwen3.5", "granite-hybrid-rope", "lfm2")
+CASES = ("qwen3.5", "olmo-hybrid", "granite-hybrid-rope", "lfm2")  # the first in the lean decoder
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -118,7 +118,7 @@ def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.M
     expected = [visible_parts(answer(case.llm, prompt, p).outputs) for prompt, p in zip(given, params)]
     case.llm.use(case.script("hidden"))
     engine, calls = case.llm.engine, itertools.count(1)
-    forward = engine.decoder.forward
+    forward = engine.decoder.forward_step
 
     def interrupted(*args: Any, **named: Any) -> Any:
         result = forward(*args, **named)
@@ -126,7 +126,7 @@ def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(engine.decoder, "forward", interrupted)
+    monkeypatch.setattr(engine.decoder, "forward_step", interrupted)
     driver = EngineDriver(case.llm)
     requests = [driver.make_request(prompt, p) for prompt, p in zip(given, params)]
     tickets = [case.llm.loop.submit(request.rows) for request in requests]
@@ -166,15 +166,15 @@ def replays_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chains_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "_parents", lambda step_input, known, end: [*range(known, end - 1)])
+    monkeypatch.setattr(recurrent_path, "_parents", lambda step_input, known, end: [*range(known, end - 1)])
 
 
 def stale_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NeverFresh(recurrent.Path):
+    class NeverFresh(recurrent_path.Path):
         def __init__(self, parent: Any, slot: Any, save: Any, fresh: Any, copies: Any) -> None:
             super().__init__(parent, slot, save, (), copies)
 
-    monkeypatch.setattr(recurrent, "Path", NeverFresh)
+    monkeypatch.setattr(recurrent_path, "Path", NeverFresh)
 
 
 @pytest.mark.parametrize("spoil", [one_replay_too_few, replays_of_siblings, chains_for_trees, stale_states])

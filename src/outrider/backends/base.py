@@ -148,7 +148,12 @@ class TopNext(Protocol):
 
 
 class FusedModel(Protocol):
-    """A whole model in one call.  It evicts the processor's caches: operations after it are slower."""
+    """A whole model in one call.  It evicts the processor's caches: operations after it are slower.
+
+    has_recurrent: whether its layers may be recurrent
+    """
+
+    has_recurrent: bool
 
     def pack_ends(self, embedding: Any, norm: Tensor, head: Any, scale: float = 1.0, cap: float = 0.0) -> Any:
         """Pack the ends of a model.  scale: factor of embeddings.  cap: soft cap of logits, or 0."""
@@ -238,7 +243,7 @@ class Backend(Protocol):
         """Attention output [N, H·D] of every row over its visible keys."""
 
     # ---- decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x)), or the
-    #      weighted sum of a row's experts, each such an MLP
+    #      weighted sum of a row's experts, each such an MLP; a delta rule (`LayerDelta`) in place of `attend`
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Any:
         """The blocks of a decoder as `run_layers` takes them; rotations as in `rope_store`."""
@@ -258,7 +263,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """Residual stream [N, h] after all blocks.  `x` [N, h] may be overwritten, and may be the result.
 
-        kv:   of the first block; the others have the layers after it
+        kv:   of the first block with attention; the others have the layers after it
         runs: rows whose linears add the updates of an adapter
         u:    [N, K], input of the first `qkv` in place of norm(x), or of the first `gate_up` if that
               attention is skipped; it may be x

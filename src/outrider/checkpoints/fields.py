@@ -100,6 +100,8 @@ CONFIG = _TOKENS | _table(
     (whole(0, 1 << 24), "moe_intermediate_size"),
     (POSITIVE, "swiglu_alpha swiglu_limit"),
     (LAYER_COUNT, "decoder_sparse_step"),
+    (_DIMENSION, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),
+    (_DIMENSION, "linear_conv_kernel_dim"),
     (each(whole(0, MOST_LAYERS), MOST_LAYERS), "mlp_only_layers"),
     (FLAG, "norm_topk_prob"),
     (_DIMENSION, "num_labels"),

@@ -5,22 +5,22 @@ An unsupported model raises a ModelError with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoints.context import Context
+from outrider.checkpoints.delta_rule import DeltaRule
 from outrider.checkpoints.fields import (
     EPSILON,
     HEAD_COUNT,
     LAYER_COUNT,
     LENGTH,
-    POSITIVE,
     VOCABULARY,
     WIDTH,
     WINDOW,
 )
 from outrider.checkpoints.plain_config import TYPES
+from outrider.checkpoints.variant import LLAMA, DecoderVariant
 from outrider.core.limits import MAX_EXPERTS, MAX_HEAD_DIM, check_attention
 from outrider.core.validate import Kind, whole
 from outrider.errors import ModelError
@@ -37,6 +37,7 @@ FAMILIES = {
     "GemmaForCausalLM": "Gemma 1",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
+    "Qwen3_5ForCausalLM": "Qwen3.5, without experts",
 }
 # Others differ in what a block computes: see Spec.like_llama.
 LIKE_LLAMA = (
@@ -47,7 +48,7 @@ LIKE_LLAMA = (
     "MiMoForCausalLM",
 )
 # whose queries and keys of every head are normalized
-QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Qwen3_5ForCausalLM")
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
@@ -130,75 +131,13 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class DecoderVariant:
-    """What a decoder computes otherwise than Llama.
-
-    gelu:            the gate of an MLP goes through GELU (by tanh) in place of SiLU
-    unit_norms:      norms multiply with 1 + weight
-    output_norms:    what attention and MLP add to the residual stream is normalized before
-    embedding_scale: factor of the embeddings
-    query_scalar:    attention scores are divided by its root; 0: by that of the head's dimensions
-    score_cap, logit_cap: soft caps of attention scores and of logits, or 0
-    ropes[i]:        key of layer i's set in rope_parameters; empty: there is one set for all
-    sinks:           every head has an attention sink (`ScoreModifier`)
-    gate_slope, gate_limit: as in `LayerExperts`
-    attention_biases, expert_biases: whether the files must have biases of q, k, v and o, and those of routers
-        and experts
-    """
-
-    gelu: bool = False
-    unit_norms: bool = False
-    output_norms: bool = False
-    embedding_scale: float = 1.0
-    query_scalar: float = 0.0
-    score_cap: float = 0.0
-    logit_cap: float = 0.0
-    ropes: tuple[str, ...] = ()
-    sinks: bool = False
-    gate_slope: float = 0.0
-    gate_limit: float = 0.0
-    attention_biases: bool = False
-    expert_biases: bool = False
-
-    @staticmethod
-    def of(config: Any, kinds: Sequence[str]) -> DecoderVariant:
-        """kinds: of every layer, as in layer_types."""
-        if config.model_type == "gpt_oss":
-            # older versions of transformers have the two as constants
-            slope, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
-            return DecoderVariant(
-                sinks=True,
-                gate_slope=slope,
-                gate_limit=limit,
-                attention_biases=bool(getattr(config, "attention_bias", True)),
-                expert_biases=True,
-            )
-        if not config.model_type.startswith("gemma"):
-            return DecoderVariant()
-        scale = config.hidden_size**0.5
-        if config.model_type == "gemma":
-            return DecoderVariant(gelu=True, unit_norms=True, embedding_scale=scale)
-        POSITIVE.check(config.query_pre_attn_scalar, "query_pre_attn_scalar", ModelError)
-        nested = kinds[0] in config.rope_parameters
-        return DecoderVariant(
-            gelu=True,
-            unit_norms=True,
-            output_norms=True,
-            embedding_scale=scale,
-            query_scalar=config.query_pre_attn_scalar,
-            # Gemma 3 has the key, and no such cap
-            score_cap=(config.attn_logit_softcapping or 0.0) if config.model_type == "gemma2" else 0.0,
-            logit_cap=config.final_logit_softcapping or 0.0,
-            ropes=tuple(kinds) if nested else (),
-        )
-
-
-@dataclass(frozen=True)
 class Spec(Facts):
     """Sizes and flags for the lean decoder.
 
     windows[i]: sliding window of layer i in tokens, 0 for full attention.
     experts: of the layers that have them; `inner` is the width of other MLPs
+    rotated: dimensions of a head that are rotated, 0: all
+    recurrent: of the layers without attention
     """
 
     inner: int
@@ -208,18 +147,22 @@ class Spec(Facts):
     qk_norm: bool
     tied: bool
     experts: Experts | None = None
-    variant: DecoderVariant = DecoderVariant()
+    variant: DecoderVariant = LLAMA
+    rotated: int = 0
+    recurrent: DeltaRule | None = None
 
     @property
     def like_llama(self) -> bool:
         """Whether its blocks and ends are Llama's: without experts, and without a `DecoderVariant`."""
-        return self.experts is None and self.variant == DecoderVariant()
+        plain = not self.rotated and self.recurrent is None
+        return plain and self.experts is None and self.variant == LLAMA
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:
         """The spec of a model with these facts."""
         name, heads = facts.architecture, _size(config, "num_attention_heads", HEAD_COUNT)
-        check_attention(name, heads, facts.kv_heads, facts.head_dim, rotated=facts.head_dim)
+        rotated = _rotated(config, facts.head_dim)
+        check_attention(name, heads, facts.kv_heads, facts.head_dim, rotated or facts.head_dim)
         window = 0 if config.model_type == "llama" else getattr(config, "sliding_window", None) or 0
         WINDOW.check(window, f"sliding_window of {name}", ModelError)
         default = "sliding_attention" if window else "full_attention"
@@ -238,6 +181,8 @@ class Spec(Facts):
             tied=bool(config.tie_word_embeddings),
             experts=Experts.of(config, facts.layers),
             variant=DecoderVariant.of(config, kinds),
+            rotated=rotated,
+            recurrent=DeltaRule.of(name, config, kinds),
         )
 
 
@@ -256,6 +201,16 @@ def _size(config: Any, key: str, kind: Kind) -> Any:
     value = largest(config, key)
     kind.check(value, f"{key} of {architecture(config)}", ModelError)
     return value
+
+
+def _rotated(config: Any, head_dim: int) -> int:
+    """`Spec.rotated`.  The key means nothing in other families."""
+    if config.model_type != "qwen3_5_text":
+        return 0
+    rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    if rotated < 1:
+        raise ModelError(f"partial_rotary_factor of {architecture(config)} leaves no dimension to rotate.")
+    return rotated % head_dim
 
 
 def _heads(config: Any) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.joined_experts import has_joined_experts
-from outrider.checkpoints.names import GPT, MIXTRAL, ROUTER
+from outrider.checkpoints.names import GATES, GPT, MIXTRAL
 from outrider.checkpoints.packed import MIDPOINT
 from outrider.checkpoints.quantize import GROUP, quantize
 from outrider.checkpoints.quantized_layers import QuantizedLayers
@@ -210,11 +210,11 @@ def _matrix(name: str, tensor: Tensor) -> bool:
         name.endswith(".weight")
         and tensor.dim() == 2
         and tensor.is_floating_point()
-        and not ROUTER.search(name)
+        and not GATES.search(name)
     )
 
 
 def _plain(weights: Weights, name: str) -> bool:
     shape = weights.shape(name)
-    whole = shape[-1] % GROUP == 0 and not ROUTER.search(name)
+    whole = shape[-1] % GROUP == 0 and not GATES.search(name)
     return name.endswith(".weight") and len(shape) == 2 and not whole

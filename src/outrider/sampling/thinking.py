@@ -20,7 +20,8 @@ MARKED = 32  # tokens at the end of a prompt that may have a marker
 class Texts(Protocol):
     """A tokenizer, and the token ids of a text and the text of a token."""
 
-    tokenizer: Any
+    @property
+    def tokenizer(self) -> Any: ...
 
     def encode(self, text: str, name: str, special: bool, instead: str) -> list[int]: ...
 

@@ -95,7 +95,7 @@ class TritonBackend(TorchBackend):
     def run_layers(
         self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
     ) -> Tensor:
-        if self.graphs is None or runs:
+        if self.graphs is None or runs or any(layer.delta is not None for layer in stack.layers):
             return super().run_layers(stack, x, kv, runs, u)
         return jobs.run_layers(self.graphs, super().run_layers, jobs.LayersCall(stack, x, kv, u))
 

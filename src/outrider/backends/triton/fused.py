@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.base import Backend, Chains, LayerKV
+from outrider.backends.layer import places
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
 from outrider.backends.triton.besides import NO_MORE, Besides
@@ -62,6 +63,8 @@ class Launching(Backend, Protocol):
 
 class TritonFusedModel:
     """`FusedModel`."""
+
+    has_recurrent = False  # a recording holds no states
 
     def __init__(self, backend: Launching) -> None:
         self.backend = backend
@@ -135,7 +138,8 @@ class _Model:
 
     def run(self, x: Tensor, step: StepInput, runs: Runs = (), layers: slice = slice(None)) -> Tensor:
         """Some of the blocks.  The kernels of a block are launched one by one."""
-        part = Stack(self.layers[layers], self.stack.rotations, self.stack.skips[layers])
+        own_layers, skips = self.layers[layers], self.stack.skips[layers]
+        part = Stack(own_layers, self.stack.rotations, skips, places(own_layers))
         kv = LayerKV(step, self.kv.pool, self.kv.layer + (layers.start or 0))
         own = [(first, count, adapter[layers]) for first, count, adapter in runs]  # updates of each layer
         return self.backend.launch_layers(part, x, kv, own)
