@@ -11,6 +11,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from interpreted import DEVICE
 from kernel_cases import sampled_row
+from rule_cases import drafted, of_reference, random_logits
 from torch import Tensor
 
 from outrider import SamplingParams, verify
@@ -19,11 +20,13 @@ from outrider.core.edits import ALWAYS, Edits, bits_of
 from outrider.core.logprobs import MODES, Logprobs, top_values
 from outrider.core.params import COLDEST, DistributionParams
 from outrider.core.processor import Ids, edits_of
+from outrider.core.reasoning import ReasoningMarkers
 from outrider.core.row import Row
 from outrider.core.tree import EMPTY_TREE, DraftTree
 from outrider.sampling.grammar.state import GrammarMask
 from outrider.sampling.processors import processors_of
 from outrider.sampling.sampler import Sampler
+from outrider.sampling.thinking import ThinkingBudget
 from outrider.verify.base import RowPicker
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -190,6 +193,31 @@ def match(row: Row, logits: Tensor, root: int, tree: DraftTree) -> Any:
     return verify.rule("match")().walk(tree, RowPicker(asked, 0))
 
 
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
+def test_rules_that_compare_p_with_q_have_the_edited_p(name: str) -> None:
+    """Their answers are those of the reference, and other ones than without processors."""
+    changed = 0
+    params = {"repetition_penalty": 1.3, "presence_penalty": 1.5, "logit_bias": {3: 2.0}, "min_tokens": 7}
+    for seed in range(3):
+        logits = random_logits(torch.Generator().manual_seed(seed), 12, 60)
+        row, plain = (
+            row_of(own, words, distribution=DistributionParams(0.9))
+            for own, words in ((params, [[2, 4], [8]]), ({}, []))
+        )
+        row.stream = plain.stream = seed
+        tree, verifier = (
+            drafted(row, logits[FIRST:], [0, 1, 2, 3, 1], [1] * 5, False, True),
+            TreeVerifier(DEVICE),
+        )
+        queries = verifier.queries(name)
+        queries.add(0, row, tree, FIRST)
+        verifier.verify(logits.to(DEVICE), queries)
+        expected = of_reference(name, row, logits, FIRST, tree)
+        assert dict(queries.read()) == {0: expected} and queries.values(0, [-1]) is None
+        changed += expected != of_reference(name, plain, logits, FIRST, tree)
+    assert changed
+
+
 def test_rows_that_the_device_cannot_verify_are_left_to_the_rule() -> None:
     """Those with a function of the user, and those whose grammar is not followed any more."""
 
@@ -203,6 +231,14 @@ def test_rows_that_the_device_cannot_verify_are_left_to_the_rule() -> None:
     for key, row in enumerate((own, lost)):
         queries.add(key, row, tree, 3 * key)
     assert not queries.sizes and not queries.more.edits
+    budget = ThinkingBudget(6, True, ReasoningMarkers("<a>", "</a>"), [4], 6, lambda token: "x")
+    forced = row_of({"presence_penalty": 1.0})  # the 6th token of the output is reached at the first node
+    forced.processors = [*forced.processors, budget]
+    queries.add(3, forced, tree, 6)
+    assert not queries.sizes
+    queries.add(4, forced, EMPTY_TREE, 6)
+    assert [*queries.sizes] == [4]
+    queries = TreeQueries()
     queries.add(2, row_of({}, known=60), tree, 6)
     assert [*queries.sizes] == [2] and queries.more.edits
 
