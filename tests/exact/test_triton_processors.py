@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from outrider.testing import (
     check_idle,
     random_prompts,
     run_staggered,
+    visible_parts,
 )
 
 pytestmark = [
@@ -107,6 +109,26 @@ def test_trees_leave_texts_and_log_probabilities_with_one_read_a_step(
     assert seen.seen == ["tolist"] * (llm.engine.steps - steps)
     assert own is None or own.counts.replayed
     check_idle(llm)
+
+
+def test_rejection_has_the_texts_of_the_rule_on_the_host(
+    llm: LLM, plain: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.backends.triton.verifier import TreeVerifier
+
+    truth = KnownTexts()
+    for prompt, p, output in zip(PROMPTS, EACH, plain):
+        truth.learn(prompt, p.seed or 0, output.outputs)
+    use = {"method": "scripted", "script": Scripts(truth).hidden, "nodes": 5, "num_speculative_tokens": 3}
+    found, reads, each = list[Any](), list[int](), [replace(p, logprobs=None) for p in EACH[:3]]
+    for rules in (TreeVerifier.rules, ("match",)):
+        monkeypatch.setattr(TreeVerifier, "rules", rules)
+        llm.use({**use, "verification": "rejection"})
+        with Syncs() as seen:
+            outputs = run_staggered(llm, PROMPTS[:3], each)
+        found.append([(*map(visible_parts, [o.outputs]), o.speculation) for o in outputs])
+        reads.append(len(seen.seen))
+    assert found[0] == found[1] and reads[0] < reads[1] / 2
 
 
 def launches_of_a_step(llm: LLM, p: SamplingParams) -> set[str]:
