@@ -176,7 +176,7 @@ class Runner:
         return complete
 
     def _set_verified(self, batch: Batch, queries: TreeQueries) -> dict[int, Sequence[TopValues]]:
-        """Store the paths that the backend has verified.  Returns log-probabilities that it has found, by row.
+        """Store the paths that the backend has verified.  Returns log-probabilities that it found, by row.
 
         The rule verifies the other rows, and raises the error of a failed pick.
         """

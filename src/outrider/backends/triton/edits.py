@@ -1,6 +1,6 @@
 """Logits processors on the device: masks, biases and penalties along the paths of draft trees.
 
-`core/edits.py` says what is applied, and `sampling/processors.py` is the reference, bit for bit.  A step's
+`core/edits.py` defines what is applied, and `sampling/processors.py` is the reference, bit for bit.  A step's
 edits are one array of int32 numbers:
 
     of each row of logits    ROW numbers: offset of its mask or -1, words of the mask; bans: first, end; its
@@ -49,7 +49,10 @@ class Span(NamedTuple):
 
 
 class EditTables:
-    """The edits of several trees, as the kernels read them.  used: rows of logits up to those of the last one."""
+    """The edits of several trees, as the kernels read them.
+
+    used: rows of logits up to those of the last tree
+    """
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -172,7 +175,7 @@ def edited(logits: Tensor, edits: Tensor) -> Tensor:
         logits, made, edits, logits.stride(0), vocabulary, ROW=ROW, WIDE=WIDE,
     )  # fmt: skip
     _edit[(rows, SPLITS)](
-        made, edits, edits.view(torch.float64), vocabulary, rows, ROW=ROW, TREE=TREE, COLUMNS=COLUMNS, FEW=FEW,
-        enable_fp_fusion=False,
+        made, edits, edits.view(torch.float64), vocabulary, rows, ROW=ROW, TREE=TREE, COLUMNS=COLUMNS,
+        FEW=FEW, enable_fp_fusion=False,
     )  # fmt: skip
     return made

@@ -55,7 +55,10 @@ class AskedValues:
     def read(
         self, key: int, nodes: Sequence[int], numbers: Sequence[int], begin: int, width: int
     ) -> list[TopValues]:
-        """The entries of the tokens after these nodes.  numbers: from `begin` on of `values_of`, `width` a row."""
+        """The entries of the tokens after these nodes.
+
+        numbers: from `begin` on those of `values_of`, `width` a row.
+        """
         found, count, best = list[TopValues](), self.counts[key], width // 2 - 1
         for node in nodes:
             first = begin + (self.places[key] + 1 + node) * width

@@ -1,4 +1,4 @@
-"""Rows with processors and log-probabilities on the Triton backend: same texts and numbers, one read a step."""
+"""Processors and log-probabilities on the Triton backend: same texts and numbers, one read a step."""
 
 from __future__ import annotations
 
