@@ -145,7 +145,7 @@ class RetrievalDrafter(ModelDrafter):
             x = backend.rms_norm(x, weights.norm_in, weights.eps)
         table = weights.rotations
         if table is None:
-            table = next(iter(self.model.tables.values()))
+            table = self.model.rotations
         kv = LayerKV(step_input.build(), self.scratch[layer.number], 0)
         q = backend.rope_store(backend.linear(x, weights.qkv), weights, table.to(backend.device), kv)
         return q.view(weights.heads, -1)[:, : weights.head_dim].float() * weights.scale
