@@ -30,7 +30,7 @@ def use(case: Case, folder: str) -> None:
 
 
 def check_acceptance(case: Case, temperature: float, wrong: bool) -> None:
-    """The target's own weights draft what it emits, but for the last tokens of chains if these are `wrong`."""
+    """The target's own weights draft what it emits, but for the last tokens of `wrong` chains."""
     params = [replace(each, n=1) for each in sampling(temperature)]
     expected = case.expected(prompts(), params)
     use(case, case.folder)

@@ -1,4 +1,4 @@
-"""Hybrid models resume at snapshots of their states: the text stays, and no known prompt is computed again."""
+"""Hybrid models resume at snapshots of their states: the text stays, and no known prompt is computed anew."""
 
 from __future__ import annotations
 

@@ -134,8 +134,8 @@ def plan_snapshots(one: Counter[torch.device], states: int, taken: int, options:
         snapshots = max(0, min(snapshots, (memory - taken) // 2 // size))
     if not snapshots:
         log.warning(
-            "prompts share no K/V: no memory is left for snapshots of recurrent states; lower max_num_seqs or "
-            "raise kv_cache_memory_bytes"
+            "prompts share no K/V: no memory is left for snapshots of recurrent states; lower max_num_seqs "
+            "or raise kv_cache_memory_bytes"
         )
     return snapshots
 

@@ -3,7 +3,7 @@
 The states after the prompt's last full page are kept, those at some borders before it, and the latest ones of
 the output:
 
-- where the prompt leaves the indexed texts (arXiv:2411.19379): the next text with this beginning resumes there
+- where the prompt leaves the indexed texts (arXiv:2411.19379): the next text that begins so resumes there
 - at multiples of an interval, at least `LEAST_INTERVAL`, so that a prompt has few of all snapshots
 """
 
@@ -32,6 +32,12 @@ class RowStates:
     def __init__(self, cache: Cache, pool: StatePool) -> None:
         self.cache, self.pool = cache, pool
         self.accepted: dict[BlockTable, Sequence[int]] = {}
+
+    @classmethod
+    def of(cls, cache: Cache) -> RowStates | None:
+        """None for a target without recurrent layers."""
+        states = cache.pools[0].states
+        return None if states is None else cls(cache, states)
 
     def begin(self, batch: Batch) -> RecurrentRows:
         """The record of a step for recurrent layers.  Rows that resume have the states of their snapshots."""

@@ -45,7 +45,7 @@ def refuse_states(model: Model) -> Model:
     """
     if model.state_bytes(0):
         raise ConfigError(
-            f"{model.spec.architecture} has recurrent layers, and cannot be its own draft model: give another "
-            "one, or a method without a draft model."
+            f"{model.spec.architecture} has recurrent layers, and cannot be its own draft model: give "
+            "another one, or a method without a draft model."
         )
     return model
