@@ -30,7 +30,8 @@ from outrider.testing import (
     visible_parts,
 )
 
-CASES = ("qwen3.5", "olmo-hybrid", "granite-hybrid-rope", "lfm2")  # the first in the lean decoder
+# the first two in the lean decoder
+CASES = ("qwen3.5", "qwen3-next", "olmo-hybrid", "granite-hybrid-rope", "lfm2")
 
 
 @pytest.fixture(scope="module", params=CASES)

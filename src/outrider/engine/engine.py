@@ -214,17 +214,13 @@ class Engine:
         controller.trim(batch)
         proposed, drafted = working_time(), None
         if self.times_device and (batch.prefill or any(step.budget.depth for step in batch)):
-            drafted = self._event()
+            drafted = DeviceEvent(self.decoder.device)
         complete = self.runner.begin(batch, self.drafter.needs)
         propose, rest = proposed - planned, planned - began
         if self.learner is not None:
             propose -= self.learner.taken()
         forward = working_time() - proposed
         return Flight(batch, controller, complete, propose, forward, rest, drafted)
-
-    def _event(self) -> DeviceEvent:
-        """The present moment in the work of the device: controllers have to know what took how long."""
-        return DeviceEvent(self.decoder.device)
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
@@ -243,7 +239,8 @@ class Engine:
         # Of a device, that it may still compute.  What drafters do with a prompt is no cost of drafts.
         if self.ahead and not batch.prefill:
             observed = working_time() - before
-        self.prompts_read = self._event() if batch.prefill and self.times_device else None
+        reads = batch.prefill and self.times_device
+        self.prompts_read = DeviceEvent(self.decoder.device) if reads else None
         finished = self._finish(batch)
         rest = working_time() - began - observed
         times = Times(flight.propose + observed, flight.forward, flight.rest + rest)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
-from outrider.core.logprobs import Logprobs
+from outrider.core.logprobs import Logprobs, TopValues
 from outrider.core.step import FINAL, Batch, Needs, RowStep, States
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Resume
@@ -55,6 +55,7 @@ class ForwardOutput:
 
     logits  float32 [M, V]: after the root of row r in row roots[r], after its node i in row roots[r] + 1 + i
     kept    the hidden states that `needs` names, of all `num_rows` rows of the forward
+    found   log-probabilities of the emitted tokens of some rows, computed by the backend
     """
 
     batch: Batch
@@ -64,6 +65,7 @@ class ForwardOutput:
     needs: Needs
     kept: Mapping[int, Tensor]
     num_rows: int
+    found: Mapping[int, Sequence[TopValues]]
 
     def at(self, row: int, node: int) -> int:
         """The row of `logits` after `node` of row `row`."""
@@ -107,6 +109,10 @@ class ForwardOutput:
             if row.logprobs is None or row.logprobs.count is None or ended:
                 continue
             del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # entries of an interrupted step
+            if r in self.found:
+                for token, found in zip(step.emitted, self.found[r]):
+                    row.logprobs.add_found(token, found)
+                continue
             try:
                 self._record(r, step, row.logprobs)
             except OutriderError as error:  # a logits processor that fails in its second call
@@ -131,6 +137,7 @@ class Runner:
         self.decoder, self.pool, self.sampler = decoder, pool, sampler
         verifier = decoder.backend.verifier
         self.verifier = verifier if verifier is not None and rule in verifier.rules else None
+        self.processes = self.verifier is not None and self.verifier.processes
         self.rule, self.states = rule, states
 
     def begin(self, batch: Batch, needs: Needs) -> Callable[[], ForwardOutput]:
@@ -150,7 +157,7 @@ class Runner:
                 step_input.adapt(first, row.adapter)
             if step.emits:
                 root = roots[r] = len(logits_rows)
-                if queries is not None and not row.processors:
+                if queries is not None and (self.processes or not row.processors):
                     queries.add(r, row, step.tree, root)
                 if step.tree.tokens:
                     logits_rows += range(first + step.known - 1, step_input.length)
@@ -165,22 +172,27 @@ class Runner:
             logits = run()
             for step, first in scored:
                 self._score_prompt(step, kept[FINAL], first)
-            if queries is not None:
-                self._set_verified(batch, queries)
-            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, num_rows)
+            found = {} if queries is None else self._set_verified(batch, queries)
+            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, num_rows, found)
 
         return complete
 
-    def _set_verified(self, batch: Batch, queries: TreeQueries) -> None:
-        """Store the paths that the backend has verified.
+    def _set_verified(self, batch: Batch, queries: TreeQueries) -> dict[int, Sequence[TopValues]]:
+        """Store the paths that the backend has verified.  Returns log-probabilities that it found, by row.
 
         The rule verifies the other rows, and raises the error of a failed pick.
         """
+        values = dict[int, Sequence[TopValues]]()
         for r, found in queries.read():
             if found is not None:
                 step = batch[r]
                 step.accepted, step.emitted = found
                 step.verified = True
+                if step.row.logprobs is not None:
+                    own = queries.values(r, [ROOT, *step.accepted])
+                    if own is not None:
+                        values[r] = own
+        return values
 
     def _begin(
         self, batch: Batch, step_input: StepInput, kept: dict[int, Tensor], queries: TreeQueries | None

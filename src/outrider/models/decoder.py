@@ -178,8 +178,8 @@ class Decoder(Model):
         """Layers with gates, which heads have no code for."""
         if not self.spec.variant.query_gates:
             return super().more_layers(tensors, count)
-        table = self.rotations
-        return LeanLayers(LeanLayers.like(self.spec, count), tensors, self.precision, self.backend, table)
+        like = LeanLayers.like(self.spec, tensors, count)
+        return LeanLayers(like, tensors, self.precision, self.backend, self.rotations)
 
     def forward(
         self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None
@@ -240,6 +240,8 @@ class Decoder(Model):
 
     @property
     def fuses_chains(self) -> bool:
+        if self.spec.recurrent is not None:  # a state has to be set aside between forwards
+            return False
         return self.fused is not None or self.backend.pick_next is not None
 
     def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from outrider.core.edits import Edits
 from outrider.core.params import SamplingParams
 from outrider.core.processor import Ids, Processor
 from outrider.core.reasoning import ReasoningMarkers
@@ -69,6 +70,11 @@ class ThinkingBudget:
         if token is None or token >= logits.numel():
             return logits
         return torch.full_like(logits, NEVER).index_fill_(0, torch.tensor([token], device=logits.device), 0.0)
+
+    def describe(self, edits: Edits) -> bool:
+        """Nothing where no token is forced.  A forced one overrides all edits before."""
+        every = [Ids(edits.tokens, path) for path in edits.paths]
+        return all(self._forced(ids) is None for ids in every if self.active(len(ids)))
 
     def _forced(self, ids: Ids) -> int | None:
         """The token that must follow; None if any may."""

@@ -109,7 +109,7 @@ class ErrorBody(Body):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool | None = None  # None: if continuous_usage_stats is given
     continuous_usage_stats: bool = False  # vLLM's
     include_obfuscation: bool | None = None
 

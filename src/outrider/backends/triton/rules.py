@@ -1,7 +1,8 @@
 """Verification of draft trees by the rules that compare p with q, on the device: one program walks each tree.
 
 `verify/` is the reference, and draws from the same random streams.  So the answers are its own, unless a
-probability is within rounding of its uniform.
+probability is within rounding of its uniform, or p equals q up to rounding: then acceptance probabilities of
+block and traversal verification are quotients of rounding errors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer
+from outrider.backends.triton.besides import Asked, Besides
 from outrider.backends.triton.distributions import (
     CHILD,
     EARLIER,
@@ -34,7 +36,7 @@ from outrider.backends.triton.distributions import (
     targets_of,
 )
 from outrider.backends.triton.sampling import PARAMS, Rows, param_bytes
-from outrider.core.device import HostCopy, to_device
+from outrider.core.device import to_device
 from outrider.core.noise import ACCEPT, EMIT, uniform_key
 from outrider.core.params import DistributionParams
 from outrider.core.row import Row
@@ -185,8 +187,8 @@ def _traversal(t, trees, answers):
 WALKS = {"rejection": _rejection, "block": _block, "traversal": _traversal}
 
 
-class RuleQueries:
-    """Trees for one of `WALKS`, which writes at the row of a root what `_answer` says.
+class RuleQueries(Asked):
+    """Trees for one of `WALKS`, whose answers have the form of `_answer`.
 
     probs: the distributions of sampled nodes on the device, which kernels read by address
     """
@@ -194,15 +196,17 @@ class RuleQueries:
     words_each = 2 + PARAMS + LINKS.value + TREE.value  # of 8 bytes for each row of logits
 
     def __init__(self, rule: str, device: torch.device) -> None:
+        super().__init__()
         self.rule, self.device = rule, device
         self.distributions: list[DistributionParams] = []
         self.owners, self.links, self.trees = array("q"), list[int](), array("q")
         self.roots: dict[int, int] = {}  # key -> row of the root
         self.probs: list[Tensor] = []
-        self.answers: HostCopy | None = None
 
     def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
-        """Add a tree behind those that were added, in the order of rows."""
+        """Add a tree behind those that were added, in the order of rows, if its row can be verified here."""
+        if not self.takes(row, len(self.roots), tree, root):
+            return
         between, n = root - len(self.owners) // 2, tree.size
         assert between >= 0, "trees are added in the order of their rows"
         self.owners += NO_OWNER * between + array("q", [len(self.roots), 0]) * (n + 1)
@@ -247,24 +251,22 @@ class RuleQueries:
         words.extend(bytes(LINKS.value * rows - len(self.links)))
         return words + self.trees + NO_TREE * (rows - len(self.roots))
 
-    def answers_to(self, logits: Tensor, words: Tensor, padded: bool) -> Tensor:
+    def answers_to(
+        self, logits: Tensor, words: Tensor, padded: bool, besides: Besides | None
+    ) -> tuple[Tensor, ...]:
         """int32 [2 M], the answers to the trees of rows of logits [M, V].
 
         words: int64, as `words` for M rows.  They alone say which trees there are.
         """
-        m = len(logits)
+        m, logits = len(logits), logits if besides is None else besides.edited(logits)
         owners, params, links, trees = words.split([2 * m, PARAMS * m, LINKS.value * m, TREE.value * m])
         targets = targets_of(Rows(logits, logits.amax(-1), owners, params.view(torch.float64)), links)
         answers = torch.empty(2 * m, dtype=torch.int32, device=logits.device)
         WALKS[self.rule][(m,)](targets, trees, answers, num_warps=WARPS, enable_fp_fusion=False)
-        return answers
-
-    def answered(self, answers: Tensor) -> None:
-        """Begin to copy the answers to the host."""
-        self.answers = HostCopy(answers)
+        return (answers,)
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
-        data = [] if self.answers is None else self.answers.tolist()
+        data = self.read_numbers()
         for key, at in self.roots.items():
             end = at * 2 + 2 * data[at * 2]
             found = data[at * 2 + 2 : end : 2], data[at * 2 + 1 : end : 2]

@@ -142,8 +142,7 @@ class ModelDrafter(Drafter):
         first = FirstForward(StepInput(self.window.sink))
         tokens_left = self.target.max_num_batched_tokens
         self.waiting.clear()
-        parts.sort(key=attrgetter("missing"))
-        for part in parts:
+        for part in sorted(parts, key=attrgetter("missing")):
             row, count = part.row, min(part.missing, tokens_left)
             tokens_left -= count
             if count < part.missing:

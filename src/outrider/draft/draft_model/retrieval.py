@@ -143,7 +143,9 @@ class RetrievalDrafter(ModelDrafter):
         x = state.to(backend.device, backend.activations).contiguous()
         if weights.norm_in is not None:
             x = backend.rms_norm(x, weights.norm_in, weights.eps)
-        table = self.model.rotations if weights.rotations is None else weights.rotations
+        table = weights.rotations
+        if table is None:
+            table = self.model.rotations
         kv = LayerKV(step_input.build(), self.scratch[layer.number], 0)
         q = backend.rope_store(backend.linear(x, weights.qkv), weights, table.to(backend.device), kv)
         return q.view(weights.heads, -1)[:, : weights.head_dim].float() * weights.scale
