@@ -38,7 +38,8 @@ class BlockTable:
 
     def key(self, tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
         """Key of the next page to be indexed."""
-        return self.key_after(self.nodes, tokens)
+        at = len(self.nodes) * PAGE
+        return self.nodes[-1] if self.nodes else self.root, tuple(tokens[at : at + PAGE])
 
     def key_after(self, nodes: Sequence[int], tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
         """Key of the page after these nodes of the index."""

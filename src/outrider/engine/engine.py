@@ -126,8 +126,7 @@ class Engine:
         for each in adaptive:
             each.settles = self.ahead
         self.controller: Controller = adaptive[0] if adaptive else limits
-        states = cache.pools[0].states
-        self.row_states = None if states is None else RowStates(cache, states)
+        self.row_states = RowStates.of(cache)
         self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel, self.row_states)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()

@@ -34,6 +34,12 @@ class RowStates:
         self.cache, self.pool = cache, pool
         self.accepted: dict[BlockTable, Sequence[int]] = {}
 
+    @classmethod
+    def of(cls, cache: Cache) -> RowStates | None:
+        """None for a target without recurrent layers."""
+        states = cache.pools[0].states
+        return None if states is None else cls(cache, states)
+
     def begin(self, batch: Batch) -> RecurrentRows:
         """The record of a step for recurrent layers.  Rows that resume have the states of their snapshots."""
         # replays of all rows, also of those that the step leaves out: its forward keeps other inputs

@@ -167,7 +167,8 @@ class CpuBackend(Picking):
         (step_input, pool, layer), adapters = kv, lora.rows(runs)
         stack.shape.kv_kind, keys = KINDS[pool.dtype], structs.keys_of(pool, layer)
         rows, width = structs.view(step_input).with_adapters(adapters), 0 if u is None else u.shape[1]
-        attach(rows, step_input, pool.states)
+        if pool.states is not None:
+            attach(rows, step_input, pool.states)
         given = x.data_ptr(), address(u), width, None
         self.lib.stack(stack.shape, stack.layers, rows, keys, pool.plane_bytes, *given)
         return x

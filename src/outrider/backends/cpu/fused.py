@@ -118,7 +118,8 @@ def _model(
     step_input, pool, _ = kv
     stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
     rows, keys = view.with_adapters(adapters), structs.keys_of(pool)
-    attach(rows, step_input, pool.states)
+    if pool.states is not None:
+        attach(rows, step_input, pool.states)
     return stack.shape, stack.layers, ends.c, rows, view.input_ids, keys, pool.plane_bytes
 
 

@@ -52,10 +52,9 @@ class PathWords:
         return self.words.buffer_info()[0]
 
 
-def attach(rows: Any, step_input: StepInput, pool: StatePool | None) -> None:
+def attach(rows: Any, step_input: StepInput, pool: StatePool) -> None:
     """Let `Rows` of a step point at its recurrent rows.  The step keeps them alive."""
-    if pool is not None:
-        rows.recurrent = step_input.derived(PathWords, PathWords).at(pool)
+    rows.recurrent = step_input.derived(PathWords, PathWords).at(pool)
 
 
 def addresses_of(pool: StatePool, drafted: int) -> Addresses:
