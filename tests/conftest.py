@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and the libraries stay to the end: a full collection is not to visit them each time."""
+    """Leave tests and libraries, which stay to the end, out of every later collection."""
     gc.collect()
     gc.freeze()
 
