@@ -44,7 +44,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 TESTS = ["tests/backends/test_triton_attention.py", "tests/backends/test_triton_experts.py",
          "tests/backends/test_triton_graphs.py", "tests/backends/test_triton_ops.py",
-         "tests/backends/test_triton_verifier.py", "tests/exact/test_triton.py",
+         "tests/backends/test_triton_verifier.py", "tests/backends/test_triton_rule_kernels.py",
+         "tests/exact/test_triton.py",
          "tests/exact/test_triton_variants.py", "tests/heads/test_device_trees.py",
          "tests/models/test_draft_chains.py"]  # fmt: skip
 PARTS = ("decoder", "attention", "pair", "peer", "certificate", "tests")

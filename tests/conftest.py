@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave tests and libraries, which stay to the end, out of every later collection."""
+    """Leave thousands of tests and the libraries, which stay to the end, out of full collections."""
     gc.collect()
     gc.freeze()
 

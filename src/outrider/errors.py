@@ -116,17 +116,25 @@ def writing(path: object, *others: type[Exception]) -> Iterator[None]:
         raise OSError(f"{str(path)!r} cannot be written: {write_fault(error)}") from error
 
 
+@contextmanager
+def saving(what: str, path: object, *others: type[Exception]) -> Iterator[None]:
+    """Raise ConfigError for what a user asked to be written to a file.  others: as of `writing`."""
+    kinds: tuple[type[Exception], ...] = (OSError, *others)
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"the {what} cannot be written to {str(path)!r}: {write_fault(error)}") from error
+
+
 def check_writable(path: Path, what: str) -> None:
     """Raise ConfigError unless a file can be written: before anything slow.  A new one is not left behind."""
     path = path.expanduser()
-    try:
+    with saving(what, path):
         new = not path.exists()
         with path.open("ab"):
             pass
         if new:
             path.unlink()
-    except OSError as error:
-        raise ConfigError(f"the {what} cannot be written to {str(path)!r}: {write_fault(error)}") from error
 
 
 def write_fault(error: Exception) -> str:

@@ -24,6 +24,7 @@ from outrider.progress import Request
 from outrider.sampling.grammar.compiler import GrammarCompiler
 from outrider.sampling.grammar.state import GrammarMask, GrammarState
 from outrider.sampling.processors import processors_of
+from outrider.sampling.thinking import thinking_budget
 
 # "text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}.
 # If a dict has both ids and a text, the ids are used, and the text is only copied to the output.
@@ -234,6 +235,8 @@ class Reader:
         rows: list[Row] = []
         for index in range(params.n):
             processors = processors_of(params, len(ids), limit, ending, bad_words)
+            with self.lock:
+                processors += thinking_budget(params, ids, self)
             grammar = self._grammar(params, ids)
             if grammar is not None:
                 processors.append(GrammarMask(grammar))  # the last: no other one can allow what it forbids
@@ -329,11 +332,9 @@ class Reader:
         """
         found: list[list[int]] = []
         for word in params.bad_words or ():
+            texts = [space + word.lstrip() for space in ("", " ")]
             with self.lock:
-                plain, spaced = (
-                    self.encode(space + word.lstrip(), "bad_words", False, "use logit_bias")
-                    for space in ("", " ")
-                )
+                plain, spaced = (self.encode(text, "bad_words", False, "use logit_bias") for text in texts)
             if not plain:
                 text = f"bad_words: {word!r} is only whitespace, which is cut: use logit_bias."
                 raise RequestError(text, "bad_words")

@@ -240,6 +240,7 @@ static void check_model(int kind, int family) {
     char *kv = pool(half ? BFLOAT16 : FLOAT32, &head_bytes);
     Layer layers[LAYERS] = {layer(kind, half),
                             has_experts ? layer_of_experts(kind, half) : layer(kind, half)};
+    for (int i = 0; i < LAYERS; i++) layers[i].place = i;
     for (int i = 0; is_gemma && i < LAYERS; i++) {
         layers[i].norm_attended = floats(HIDDEN, 1);
         layers[i].norm_mlp = floats(HIDDEN, 1);
@@ -369,8 +370,9 @@ static void check_trees(void) {
 static void check_recurrences(void) {
     enum { WIDTH = 75, HEIGHT = 21, SLOT = 2 * HEIGHT * 128 };
     static const int32_t parents[ROWS] = {-1, 0, 1, 1, 2, -1, 5}, slots[ROWS] = {2, 2, 2, 2, 2, 0, 0},
-                         saves[ROWS] = {0, 1, 0, 0, 0, 0, 1}, fresh[ROWS] = {0, 0, 0, 0, 0, 1, 1};
-    const Forest forest = {ROWS, parents, slots, saves, fresh};
+                         saves[ROWS] = {0, 1, 0, 0, 0, 0, 1}, fresh[ROWS] = {0, 0, 0, 0, 0, 1, 1},
+                         copies[ROWS] = {-1, -1, -1, -1, -1, -1, -1};
+    const Forest forest = {ROWS, parents, slots, saves, fresh, copies};
     for (int dim = 16; dim <= 128; dim *= 2) {
         float *states = floats(3 * SLOT, 1), *out = space(ROWS * 2 * HEIGHT * 4);
         const RowInputs keys = {floats(ROWS * dim, 1), dim, 1, dim},

@@ -193,7 +193,7 @@ def test_many_chains_have_a_graph_of_as_many_rows_as_there_are(
     decoder: Decoder, pool: Pool, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = graphs_of(decoder, seen, monkeypatch)
-    for module in ("jobs", "fused"):
+    for module in ("jobs", "sizes"):
         monkeypatch.setattr(f"outrider.backends.triton.{module}.ROWS", (16, 32, 64))
     for _ in range(6):
         drafted(decoder, pool, [1] * 20, [5] * 20)

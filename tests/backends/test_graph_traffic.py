@@ -54,14 +54,17 @@ def draft_model(checkpoint: str, target: Target) -> Drafter:
 
 def use(llm: LLM, name: str, checkpoint: str) -> None:
     """Install a drafter."""
-    makers = {"draft_model": [partial(draft_model, checkpoint)], "eagle3": [eagle3_chains]}.get(
-        name, [partial(draft_model, checkpoint), eagle3_chains]
+    alone = [partial(draft_model, checkpoint)]
+    makers = {"draft_model": alone, "traversal": alone, "eagle3": [eagle3_chains]}.get(
+        name, [*alone, eagle3_chains]
     )
     config: dict[str, Any] = {"method": name}
     if name in ("union", "auto"):
         config["drafters"] = [{"method": "ngram"}]  # `makers` take its place
-    elif name == "draft_model":
-        config["model"] = checkpoint
+    elif name in ("draft_model", "traversal"):
+        config = {"model": checkpoint}
+        if name == "traversal":
+            config["verification"] = name
     speculation = SpeculativeOptions.of(config)
     target = llm.engine.target_for(speculation)
     mix = {"union": Union, "auto": Auto}.get(name)
@@ -86,14 +89,14 @@ def traffic(llm: LLM, temperatures: list[float], methods: list[str | None]) -> N
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("name", ["plain", "draft_model", "eagle3", "union", "auto"])
+@pytest.mark.parametrize("name", ["plain", "draft_model", "traversal", "eagle3", "union", "auto"])
 def test_nothing_is_launched_or_recorded_after_a_warm_up(
     name: str, ahead: bool, llm: LLM, checkpoint: str
 ) -> None:
     """Greedy requests, sampled ones, and both; prompts beside drafts; texts that end at different steps."""
     from outrider.backends.triton.graphs import counts_of_all
 
-    assert name in ("plain", *methods())
+    assert name in ("plain", "traversal", *methods())  # a rule, for drafts of a model
     if name != "plain":
         use(llm, name, checkpoint)
     llm.engine.ahead = ahead

@@ -104,6 +104,9 @@ def test_paths_that_no_forest_has_are_refused() -> None:
             Path(parent, slot, [0] * len(parent))
     with pytest.raises(ValueError, match="saved twice"):
         Path([-1, 0], [0, 0], [1, 1])
+    for copies in ({0: 0}, {1: 5, 0: 5}, {0: -1}):
+        with pytest.raises(ValueError, match="of a copy is that of a row, or of another copy"):
+            Path([-1, 0], [0, 0], [0, 1], (), copies)
     with pytest.raises(ValueError, match="one entry per row"):
         Path([-1], [0], [])
 

@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import c_backend, needs_c, sampled_row, two_threads
+from rule_cases import NEVER, PARAMS, drafted, of_reference, random_logits
 
-from outrider import verify
 from outrider.backends.cpu.rules import TreeQueries
 from outrider.backends.torch import sampling as reference
-from outrider.backends.torch.backend import TorchBackend
 from outrider.core.noise import MASK
 from outrider.core.params import DistributionParams
 from outrider.core.row import Row
 from outrider.core.tree import ROOT, DraftTree
-from outrider.errors import ModelError
 from outrider.sampling import random_streams
 from outrider.sampling.sampler import Sampler
-from outrider.verify.base import RowPicker
 
 pytestmark = needs_c
-NEVER = float("-inf")
-PARAMS = st.builds(
-    DistributionParams,
-    temperature=st.sampled_from([0.0, 0.1, 0.8, 1.0, 1.7]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.4]),
-    top_k=st.sampled_from([0, 0, 1, 5, 70, 1000]),
-    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.01]),
-)
 
 
 def distributions() -> Any:
     ops = c_backend().distributions
     assert ops is not None
     return ops
-
-
-def random_logits(
-    generator: torch.Generator, rows: int, vocabulary: int, masked: float = 0.0
-) -> torch.Tensor:
-    logits = torch.randn(rows, vocabulary, generator=generator) * 3
-    holes = torch.rand(rows, vocabulary, generator=generator) < masked
-    holes[:, 0] = False
-    return logits.masked_fill(holes, NEVER)
 
 
 # ---- distributions
@@ -113,64 +92,6 @@ def test_children_are_those_of_the_reference(
 # ---- rules
 
 
-class Asked:
-    """The target as the reference asks for it, node by node."""
-
-    def __init__(self, row: Row, logits: torch.Tensor, root: int) -> None:
-        self.row, self.logits, self.root = row, logits, root
-        self.sampler = Sampler(TorchBackend(torch.device("cpu"), torch.float32))
-
-    def pick(self, row: int, node: int, path: Any) -> int:
-        return self.sampler.pick(self.row, path, self.logits, self.root + 1 + node)
-
-    def p(self, row: int, node: int, path: Any) -> torch.Tensor:
-        return self.sampler.distribution(self.row, path, self.logits, self.root + 1 + node)
-
-    def accept(self, row: int, node: int, probability: float) -> bool:
-        return random_streams.accept(self.row, node, probability)
-
-    def draw(self, row: int, node: int, distribution: torch.Tensor) -> int:
-        return random_streams.emit(self.row, node, distribution)
-
-
-def drafted(
-    row: Row, logits: torch.Tensor, above: list[int], kinds: list[int], repeats: bool, near: bool
-) -> DraftTree:
-    """A tree of sampled and chosen nodes.  kinds: 0 chosen, 1 or 2 sampled from that q of the parent."""
-    generator = torch.Generator().manual_seed(7)
-    parents, tokens = [place % (i + 1) - 1 for i, place in enumerate(above)], list[int]()
-    probs: list[torch.Tensor] = []
-    left: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
-    probs_of: list[int] = []
-    for node, (parent, kind) in enumerate(zip(parents, kinds)):
-        if kind == 0:
-            same = {tokens[i] for i in range(node) if parents[i] == parent and probs_of[i] < 0}
-            free = [token for token in range(logits.shape[1]) if token not in same]
-            assume(free)
-            tokens.append(free[int(torch.randint(len(free), (), generator=generator))])
-            probs_of.append(-1)
-            continue
-        if (parent, kind) not in left:
-            own = logits[1 + parent] + torch.randn(logits.shape[1], generator=generator) * (
-                0.3 if near else 3
-            )
-            q = reference.probabilities(own, row.distribution)
-            assert q is not None
-            left[parent, kind] = len(probs), q
-            probs.append(q)
-        which, q = left[parent, kind]
-        drawn = random_streams.children(row, q, range(node, node + 1))
-        if not drawn:  # q has run out of tokens
-            tokens.append(0)
-            probs_of.append(-1)
-            continue
-        if not repeats:
-            left[parent, kind] = which, random_streams.without(q, drawn[0])
-        tokens += drawn
-        probs_of.append(which)
-    return DraftTree(tokens, parents, [0.5] * len(tokens), probs, probs_of, repeats)
-
-
 def both(name: str, row: Row, logits: torch.Tensor, root: int, tree: DraftTree) -> tuple[Any, Any]:
     """What the kernels and the reference make of a tree; None if a node has no distribution."""
     verifier = c_backend().verifier
@@ -178,10 +99,7 @@ def both(name: str, row: Row, logits: torch.Tensor, root: int, tree: DraftTree) 
     queries = verifier.queries(name)
     queries.add(5, row, tree, root)
     verifier.verify(logits, queries)
-    picker, expected = RowPicker(Asked(row, logits, root), 0), None
-    with contextlib.suppress(ModelError):
-        expected = verify.rule(name)().walk(tree, picker)
-    return dict(queries.read())[5], None if picker.unknown else expected
+    return dict(queries.read())[5], of_reference(name, row, logits, root, tree)
 
 
 def test_answers_are_read_from_the_buffer_that_was_prepared() -> None:

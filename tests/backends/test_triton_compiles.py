@@ -26,8 +26,17 @@ NAMES = {
     "_add_splits",
     "_cut",
     "_best",
+    "_mask",
+    "_edit",
+    "_filter",
     "_score",
     "_walk",
+    "_sample",
+    "_sum_parts",
+    "_add_parts",
+    "_rejection",
+    "_block",
+    "_traversal",
     "_features",
 }
 

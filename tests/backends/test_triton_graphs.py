@@ -20,13 +20,15 @@ from torch import Tensor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.hub import Checkpoint
 from outrider.core.clock import one_recording, record_at_once, working_time
+from outrider.core.logprobs import Logprobs
 from outrider.core.lora import LowRankUpdate
-from outrider.core.params import DistributionParams
+from outrider.core.params import DistributionParams, SamplingParams
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.tree import DraftTree
 from outrider.models.decoder import Decoder
 from outrider.models.placement import Precision
+from outrider.sampling.processors import processors_of
 from outrider.testing import tiny_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -185,6 +187,38 @@ def test_steps_of_a_whole_model_have_the_bits_and_the_answers_of_launched_ones(
         assert all(map(torch.equal, found, expected)) and paths == their_paths
         assert torch.equal(ours.data, theirs.data)
     assert own.counts.recorded < 4 and own.counts.replayed > 3
+
+
+def test_a_graph_with_room_serves_fewer_edits_and_values(
+    decoder: Decoder, own: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties and log-probabilities of one row, then less of both; each with the bits of launches."""
+    torch.manual_seed(0)
+    (ours, theirs), verifier = pair(decoder), decoder.backend.verifier
+    assert verifier is not None
+    kept = decoder.backend.graphs  # type: ignore[attr-defined]
+    for count, long, nodes in ((9, True, 3), (2, False, 1), (0, False, 3)):
+        tree, step = DraftTree([1, 2, 1][:nodes], [-1, 0, -1][:nodes], [0.5] * nodes), StepInput()
+        step.chain(table := array("i", range(60)), 19, [7])
+        step.nodes(table, 20, [[20], [20, 21], [22]][:nodes], tree.tokens)
+        step.logits_rows = [*range(step.length)]
+        found = list[Any]()
+        for pool, graphs_used in ((ours, kept), (theirs, None)):
+            decoder.backend.graphs = graphs_used  # type: ignore[attr-defined]
+            bias = dict.fromkeys(range(200 if long else 2), 0.5)
+            asked = SamplingParams(presence_penalty=2.0, logit_bias=bias)
+            row = sampled_row(
+                [1, 2, 3], DistributionParams(0.8), processors=processors_of(asked, 1, 100, [], [])
+            )
+            row.logprobs = Logprobs("raw_logprobs", count, None)
+            queries = verifier.queries("match")
+            queries.add(7, row, tree, 0)
+            decoder.forward_step(step.build(), pool, {}, queries)
+            found.append((dict(queries.read()), queries.values(7, [-1, *range(nodes)])))
+        assert found[0] == found[1] and len(found[0][1][0].ids) == count
+        monkeypatch.setattr(graphs, "WORTH", 9.0)  # the first is recorded at once, no other
+    decoder.backend.graphs = kept  # type: ignore[attr-defined]
+    assert own.counts.recorded == 1 and own.counts.replayed == 3
 
 
 def test_steps_with_adapters_and_states_have_the_updates_of_each_layer(

@@ -59,7 +59,7 @@ def expected(row: Any, logits: torch.Tensor, root: int, tree: DraftTree) -> Any:
 
 
 def answers(logits: torch.Tensor, trees: list[tuple[Any, int, DraftTree]]) -> Any:
-    verifier = TreeVerifier()
+    verifier = TreeVerifier(DEVICE)
     queries = verifier.queries("match")
     for key, (row, root, tree) in enumerate(trees):
         queries.add(key, row, tree, root)

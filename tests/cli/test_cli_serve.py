@@ -137,7 +137,7 @@ def test_gpu_layers_are_checked_without_a_context_on_the_gpu(
         ("--offline", "HF_HUB_OFFLINE"),
         ("--nnodes 2", "torchrun"),
         ("--tokenizer-revision x", "--revision is"),
-        ("--uds x", "proxy"),
+        ("--uds /no/such/folder/x", "/no/such/folder/x cannot be listened on: No such file"),
         ("--spec-type ngram-simple", "use --speculative-config"),
         ("--download-dir /x", "HF_HOME"),
         ("--hf-token x", "HF_TOKEN"),

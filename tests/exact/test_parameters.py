@@ -79,6 +79,7 @@ PARAMETERS: dict[str, Callable[[PlainOutputs, list[int]], dict[str, Any]]] = {
     "bad_words": bad_words,
     "logits_processors": fixed(logits_processors=[hop, echo]),
     "min_tokens": fixed(min_tokens=12, stop_token_ids=range(20, 120)),
+    "thinking_token_budget": fixed(thinking_token_budget=6, reasoning_markers=("", "</think>")),
     "stop_kept": stop_kept,
     "special_tokens": fixed(skip_special_tokens=False, ignore_eos=True),
     "logprobs": fixed(logprobs=3),

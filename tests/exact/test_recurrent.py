@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +10,19 @@ from typing import Any
 
 import pytest
 from helpers import answer, transformers_tokens
-from hybrids import write
+from hybrid_texts import NEW, POSITIONS, Case, prompts, sampling, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider import LLM, SamplingParams
+from outrider import LLM
+from outrider.backends import recurrent_path
 from outrider.core.step import Batch
 from outrider.draft import names
 from outrider.engine import memory
-from outrider.engine.runner import Runner
+from outrider.engine.row_states import RowStates
 from outrider.errors import CapacityError, ConfigError
-from outrider.models.fallback import recurrent
 from outrider.testing import (
     EngineDriver,
-    KnownTexts,
-    Scripts,
     bare_checkpoint,
     check_idle,
     run_staggered,
@@ -33,68 +30,13 @@ from outrider.testing import (
     visible_parts,
 )
 
-CASES = ("qwen3.5", "granite-hybrid-rope", "lfm2")
-POSITIONS, CHUNK, NEW = 96, 20, 14
-LENGTHS = (1, 6, 23, 40, 23)
-
-
-def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    rng = random.Random(len(lengths))
-    return [[rng.randrange(3, 300) for _ in range(length)] for length in lengths]
-
-
-def sampling(temperature: float, count: int = len(LENGTHS)) -> list[SamplingParams]:
-    """Every other prompt has two samples, if they differ."""
-    return [
-        SamplingParams(
-            temperature=temperature,
-            seed=i,
-            max_tokens=NEW,
-            ignore_eos=True,
-            n=2 if i % 2 and temperature else 1,
-        )
-        for i in range(count)
-    ]
-
-
-class Case:
-    """A roomy engine, plain texts, and one with memory for little more than one request."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, str(folder)
-        self.theirs = write(name, folder)
-        self.llm = LLM(self.folder, max_num_seqs=3, max_model_len=POSITIONS, max_num_batched_tokens=CHUNK)
-        assert self.llm.engine.exact
-        self.truth, self.plain = KnownTexts(), dict[Any, Any]()
-        self.scripts = Scripts(self.truth)
-
-    def expected(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-        """Texts of plain decoding, each prompt alone and in one chunk."""
-        self.llm.use(None)
-        found = []
-        for prompt, p in zip(prompts, params):
-            key = (*prompt, p.temperature, p.seed, p.n)
-            if key not in self.plain:
-                outputs = answer(self.llm, prompt, p).outputs
-                self.truth.learn(prompt, p.seed or 0, outputs)
-                self.plain[key] = visible_parts(outputs)
-            found.append(self.plain[key])
-        return found
-
-    def script(self, kind: str, nodes: int = 24, depth: int = 6) -> dict[str, Any]:
-        script = getattr(self.scripts, kind)
-        return {"method": "scripted", "script": script, "nodes": nodes, "num_speculative_tokens": depth}
+# the first two in the lean decoder
+CASES = ("qwen3.5", "qwen3-next", "olmo-hybrid", "granite-hybrid-rope", "lfm2")
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     yield Case(request.param, tmp_path_factory.mktemp("hybrid"))
-
-
-def texts(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
-    found = [visible_parts(output.outputs) for output in run_staggered(llm, prompts, params)]
-    check_idle(llm)
-    return found
 
 
 def test_greedy_text_is_that_of_transformers(case: Case) -> None:
@@ -177,7 +119,7 @@ def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.M
     expected = [visible_parts(answer(case.llm, prompt, p).outputs) for prompt, p in zip(given, params)]
     case.llm.use(case.script("hidden"))
     engine, calls = case.llm.engine, itertools.count(1)
-    forward = engine.decoder.forward
+    forward = engine.decoder.forward_step
 
     def interrupted(*args: Any, **named: Any) -> Any:
         result = forward(*args, **named)
@@ -185,7 +127,7 @@ def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return result
 
-    monkeypatch.setattr(engine.decoder, "forward", interrupted)
+    monkeypatch.setattr(engine.decoder, "forward_step", interrupted)
     driver = EngineDriver(case.llm)
     requests = [driver.make_request(prompt, p) for prompt, p in zip(given, params)]
     tickets = [case.llm.loop.submit(request.rows) for request in requests]
@@ -205,35 +147,35 @@ def test_an_interrupted_step_is_computed_again(case: Case, monkeypatch: pytest.M
 
 
 def one_replay_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Runner.settle
+    settle = RowStates.settle
 
-    def spoilt(self: Runner, batch: Batch) -> None:
+    def spoilt(self: RowStates, batch: Batch) -> None:
         settle(self, batch)
-        self.accepted = [each._replace(kept=each.kept[:-1]) for each in self.accepted]
+        self.accepted = {table: kept[:-1] for table, kept in self.accepted.items()}
 
-    monkeypatch.setattr(Runner, "settle", spoilt)
+    monkeypatch.setattr(RowStates, "settle", spoilt)
 
 
 def replays_of_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = Runner.settle
+    settle = RowStates.settle
 
-    def spoilt(self: Runner, batch: Batch) -> None:
+    def spoilt(self: RowStates, batch: Batch) -> None:
         settle(self, batch)
-        self.accepted = [each._replace(kept=[*range(len(each.kept))]) for each in self.accepted]
+        self.accepted = {table: [*range(len(kept))] for table, kept in self.accepted.items()}
 
-    monkeypatch.setattr(Runner, "settle", spoilt)
+    monkeypatch.setattr(RowStates, "settle", spoilt)
 
 
 def chains_for_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent, "_parents", lambda step_input, known, end: [*range(known, end - 1)])
+    monkeypatch.setattr(recurrent_path, "_parents", lambda step_input, known, end: [*range(known, end - 1)])
 
 
 def stale_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NeverFresh(recurrent.Path):
-        def __init__(self, parent: Any, slot: Any, save: Any, fresh: Any = ()) -> None:
-            super().__init__(parent, slot, save, ())
+    class NeverFresh(recurrent_path.Path):
+        def __init__(self, parent: Any, slot: Any, save: Any, fresh: Any, copies: Any) -> None:
+            super().__init__(parent, slot, save, (), copies)
 
-    monkeypatch.setattr(recurrent, "Path", NeverFresh)
+    monkeypatch.setattr(recurrent_path, "Path", NeverFresh)
 
 
 @pytest.mark.parametrize("spoil", [one_replay_too_few, replays_of_siblings, chains_for_trees, stale_states])
@@ -258,11 +200,17 @@ def test_a_draft_model_with_attention_drafts_for_a_hybrid(case: Case, tmp_path: 
 # ---- what is refused
 
 
-def test_a_hybrid_is_no_draft_model(case: Case) -> None:
-    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
-        case.llm.use({"method": "draft_model", "model": case.folder})
-    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
+def test_a_hybrid_is_not_its_own_draft_model(case: Case) -> None:
+    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be its own draft model"):
         case.llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 16})
+
+
+@pytest.mark.parametrize(
+    "given", [{"siblings": 2}, {"draft_kv_budget": 16}, {"drafter": {"method": "ngram"}}]
+)
+def test_a_hybrid_drafts_chains_only(case: Case, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"and drafts plain chains .* leave {next(iter(given))} out"):
+        case.llm.use({"method": "draft_model", "model": case.folder, **given})
 
 
 def test_skipping_layers_is_refused(case: Case) -> None:

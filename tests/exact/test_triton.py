@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from helpers import answer
-from interpreted import DEVICE, Rerun, needs_triton
+from interpreted import DEVICE, needs_triton
 from launches import Launches
+from safetensors.torch import load_file, save_file
 from syncs import Syncs
+from triton_engine import graphs_of, small_checkpoint, triton_llm
 
 from outrider import LLM, SamplingParams
 from outrider.config import SpeculativeOptions
@@ -24,7 +29,6 @@ from outrider.testing import (
     check_idle,
     random_prompts,
     run_staggered,
-    tiny_checkpoint,
     use_example,
     visible_parts,
 )
@@ -42,23 +46,12 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers with two heads over one.  The interpreter takes a millisecond for ten operations."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return tiny_checkpoint(tmp_path_factory.mktemp("small") / "llama", **sizes)
+    return small_checkpoint(tmp_path_factory.mktemp("small"))
 
 
 @pytest.fixture(scope="module")
 def llm(small: str) -> Iterator[LLM]:
-    from outrider.backends.triton import attention
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OUTRIDER_KERNELS", "triton")
-        if DEVICE.type == "cpu":
-            patch.setattr(attention, "BLOCK", 16)
-            patch.setattr(attention, "SPLIT", 16)
-            patch.setattr("outrider.engine.engine.bit_exact", lambda decoder: True)  # takes half a minute
-        made = LLM(small, device=DEVICE.type, enable_prefix_caching=False)
-        assert made.engine.exact and made.engine.decoder.backend.name.startswith("Triton")
+    with triton_llm(small) as made:
         yield made
 
 
@@ -68,18 +61,15 @@ def plain(llm: LLM) -> list[Any]:
     return [answer(llm, prompt, p).outputs for prompt, p in zip(PROMPTS, PARAMS)]
 
 
-def graphs_of(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, worth: float = 0.0, rows: tuple[int, ...] = (20,)
-) -> Any:
-    """New graphs for the target, of these numbers of rows and every shape; `worth`: see graphs.py."""
-    from outrider.backends.triton import graphs, jobs
-
-    monkeypatch.setattr(jobs, "ROWS", rows)
-    monkeypatch.setattr(graphs, "WORTH", worth)
-    monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
-    made = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun())
-    monkeypatch.setattr(llm.engine.decoder.backend, "graphs", made)
-    return made
+def noisy_copy(checkpoint: str, folder: Path) -> str:
+    """A checkpoint with other weights, near enough for its drafts to be accepted now and then."""
+    shutil.copytree(checkpoint, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in weights.items():
+        weights[name] = weight + 0.02 * torch.randn(weight.shape, generator=generator)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
 
 
 def test_triton_kernels_give_the_tokens_of_the_reference(
@@ -133,6 +123,39 @@ def test_a_draft_model_reads_once_a_chain_and_leaves_the_tokens_unchanged(
     assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
     assert own.counts.replayed and max(after - before for before, after in pairwise(recorded)) == 1
     assert len({key.kind[0] for key in own.graphs}) == 2  # of the target and of the draft
+    check_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "rule", ["traversal", *(pytest.param(rule, marks=pytest.mark.full) for rule in ("rejection", "block"))]
+)
+def test_rules_that_compare_p_with_q_stay_on_the_device(
+    rule: str, llm: LLM, plain: list[Any], small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A read for chains and one for answers in a step; the texts are those of the rule on the host."""
+    from outrider.backends.triton.verifier import TreeVerifier
+
+    draft = noisy_copy(small, tmp_path / "draft")
+    use = {"model": draft, "num_speculative_tokens": 3, "verification": rule}
+    own = graphs_of(llm, monkeypatch)
+    monkeypatch.setattr("outrider.backends.triton.graphs.graphs_for", lambda device: own)
+    llm.use(use)
+    llm.engine.ahead = True  # a step in flight, as on a device
+    steps, seen = llm.engine.steps, Syncs()
+    with seen:
+        outputs = run_staggered(llm, PROMPTS, PARAMS)
+    assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
+    assert own.counts.replayed
+    assert visible_parts(outputs[0].outputs) == visible_parts(plain[0])
+    drafted, accepted = (sum(getattr(o.speculation, key) for o in outputs) for key in ("drafted", "accepted"))
+    assert drafted > accepted > 0
+    check_idle(llm)
+    monkeypatch.setattr(TreeVerifier, "rules", ("match",))
+    llm.use(use)
+    with Syncs() as seen:
+        on_host = run_staggered(llm, PROMPTS, PARAMS)
+    assert len(seen.seen) > 2 * (llm.engine.steps - steps)
+    assert [visible_parts(o.outputs) for o in on_host] == [visible_parts(o.outputs) for o in outputs]
     check_idle(llm)
 
 

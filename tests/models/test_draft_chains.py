@@ -154,14 +154,56 @@ def test_recorded_chains_have_the_tokens_of_launched_ones(
     assert (own.counts.recorded, own.counts.replayed) == (jobs_of_a_step, 4 * jobs_of_a_step)
 
 
-def test_sampled_chains_return_what_their_tokens_were_sampled_from(decoder: Decoder) -> None:
-    probs: list[torch.Tensor | None] = [None, *(torch.ones(n, WIDTH).double() for n in LEVELS[1:])]
-    tokens, _ = decoder.draft_chain(first_step(), decoder.pool(80), Chains(chains_of(probs), VOCABULARY))
-    assert tokens == [alone(decoder, decoder.pool(80), i, i > 0)[0] for i in range(3)]
+def some_probs(device: torch.device) -> list[torch.Tensor | None]:
+    return [None, *(torch.ones(n, WIDTH, device=device).double() for n in LEVELS[1:])]
+
+
+def check_samples(
+    decoder: Decoder, tokens: list[list[int]], features: list[Any], probs: list[torch.Tensor | None]
+) -> None:
+    expected = [alone(decoder, decoder.pool(80), i, i > 0) for i in range(3)]
+    assert tokens == [own for own, _ in expected]
+    for found, (_, own) in zip(features, expected):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(own))
     for own, q in zip(tokens[1:], probs[1:]):
         assert q is not None and not q[:, VOCABULARY:].any()
-        torch.testing.assert_close(q.sum(1), torch.ones(len(q)).double())
+        torch.testing.assert_close(q.sum(1).cpu(), torch.ones(len(q)).double())
         assert all(q[i, token] > 0 for i, token in enumerate(own))
+
+
+def test_sampled_chains_return_what_their_tokens_were_sampled_from(decoder: Decoder) -> None:
+    probs = some_probs(torch.device("cpu"))
+    wanted = Chains(chains_of(probs), VOCABULARY, StopRule(), width=WIDTH)
+    check_samples(decoder, *decoder.draft_chain(first_step(), decoder.pool(80), wanted), probs)
+
+
+@needs_triton
+@pytest.mark.parametrize("recorded", [False, True])
+def test_distributions_of_samples_stay_on_the_device(
+    recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One read, of tokens and features; a graph writes to the memory of each step."""
+    from outrider.backends.triton import graphs, jobs
+
+    monkeypatch.setattr("outrider.backends.triton.attention.BLOCK", 16)
+    monkeypatch.setattr("outrider.backends.triton.attention.SPLIT", 16)
+    monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
+    monkeypatch.setattr(graphs, "WORTH", 0.0)
+    decoder = made("triton", tmp_path)
+    own = (graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun())) if recorded else None
+    decoder.backend.graphs = own  # type: ignore[attr-defined]
+    found = list[Any]()
+    for _ in range(2):
+        probs, step, pool = some_probs(DEVICE), first_step(), decoder.pool(80)
+        with Syncs() as seen:
+            answer = decoder.draft_chain(
+                step, pool, Chains(chains_of(probs), VOCABULARY, StopRule(), width=WIDTH)
+            )
+        assert seen.seen == ["tolist"]
+        found.append((*answer, probs))
+    assert own is None or own.counts.replayed == 2
+    for each in found:
+        check_samples(decoder, *each)
 
 
 def test_a_rule_ends_one_chain_and_not_the_others(decoder: Decoder) -> None:

@@ -27,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {}, "Llama, tied": {"tie_word_embeddings": True}, "Qwen2": {}, "Qwen3": {},
     "Mistral": {"sliding_window": 8}, "Llama, odd": {"intermediate_size": 88},
     "Qwen3Moe": {**EXPERTS, "moe_intermediate_size": 64}, "Mixtral": EXPERTS,
+    "Qwen3_5Text": {"layer_types": ["linear_attention", "full_attention"]},
 }  # fmt: skip
 
 

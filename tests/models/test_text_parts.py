@@ -88,7 +88,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         IMAGE,
     ),
 }
-LEAN = ("llava", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "idefics3")
+LEAN = ("llava", "mistral3", "gemma3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3")
 
 
 def write(kind: str, folder: Path, tied: bool | None = None) -> Any:

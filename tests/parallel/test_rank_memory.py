@@ -20,7 +20,8 @@ from outrider.testing import tiny_checkpoint
 SMALL = {"max_model_len": 64, "max_num_seqs": 2, "kv_cache_memory_bytes": 1 << 21}
 INTERVAL = 0.003  # seconds between two looks at the ranks
 PYTHON = 15e6  # bytes: a rank of a tiny model takes 12 million
-# Freed memory goes back to the system. Otherwise the heap keeps, by chance, some of what packing took.
+# Memory goes back to the system when it is freed. Otherwise the heap keeps, by chance, some of what packing
+# took.
 NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 

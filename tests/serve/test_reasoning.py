@@ -209,3 +209,54 @@ def test_formats_are_found_by_the_template() -> None:
     assert markers_for("auto", "… '<think>\\n\\n</think>\\n\\n' …") == markers_for("deepseek_r1", "")
     assert markers_for("auto", "[THINK]{{ x }}[/THINK]") == markers_for("mistral", "")
     assert markers_for("auto", "{{ messages }}") is None is markers_for("none", "</think>")
+
+
+def test_a_budget_ends_the_reasoning(thinking: Served) -> None:
+    """The structured output makes the model think longer than it may: its end is forced."""
+    body = {**BODY, "structured_outputs": None, "messages": [{"role": "user", "content": "<think>"}]}
+    plain = {"add_generation_prompt": True, "ignore_eos": True, "min_tokens": 30}
+    template = {"prompt": "So <think>\n", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    free, bound = (
+        thinking.post("/v1/completions", {**template, **more}).json()["choices"][0]["text"]
+        for more in ({}, {"thinking_token_budget": 5})
+    )
+    assert "</think>" in bound and bound.partition("</think>")[0] == free[: bound.index("</think>")]
+    for path, given in ((CHAT, {**body, **plain}), (RESPONSES, {"input": "Hello", "max_output_tokens": 8})):
+        for budget in (-1, 0, 5):
+            assert thinking.post(path, {**given, "thinking_token_budget": budget}).status_code == 200
+        assert thinking.post(path, {**given, "thinking_token_budget": -2}).status_code == 400
+
+
+def test_a_budget_of_an_opened_reasoning_bounds_what_is_thought(opened: Served) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    for budget in (0, 6):
+        message = opened.post(CHAT, {**body, "thinking_token_budget": budget}).json()["choices"][0]["message"]
+        assert message["content"] and len(message.get("reasoning") or "") <= 40
+        assert budget or "reasoning" not in message
+    anthropic = {**body, "thinking": {"type": "enabled", "budget_tokens": 6}}
+    found = opened.post("/v1/messages", anthropic).json()["content"]
+    assert [block["type"] for block in found] == ["thinking", "text"]
+    assert found[0]["thinking"] == message["reasoning"] and found[1]["text"] == message["content"]
+
+
+def test_a_budget_needs_known_markers(server: Served) -> None:
+    for path, body in ((CHAT, {"messages": MESSAGES}), ("/v1/completions", {"prompt": "x"})):
+        error = server.post(path, {**body, "thinking_token_budget": 5}).json()["error"]
+        assert error["param"] == "thinking_token_budget" and "--reasoning-parser" in error["message"]
+        assert server.post(path, {**body, "max_tokens": 1, "thinking_token_budget": -1}).status_code == 200
+
+
+def test_an_answer_between_markers_of_its_own_is_read_without_them() -> None:
+    markers, text = markers_for("hunyuan_a13b", ""), "<think>\nSo\n</think>\n<answer>\nYes </b>\n</answer>"
+    assert markers is not None
+    answer = ""
+    for end in range(len(text) + 1):
+        thought = markers.split(text[:end], end == len(text))
+        assert (thought.answer or "").startswith(answer), text[:end]
+        answer = thought.answer or ""
+    assert (thought.reasoning, answer) == ("So", "Yes </b>")
+    assert text[thought.start :].startswith("Yes")
+    assert markers.split("<think>So</think>Yes", True).answer == "Yes", "without its own"
+    assert markers_for("auto", "<think></think><answer>") is markers
+    assert markers_for("auto", "<think></think>") == ("<think>", "</think>")
+    assert markers_for("gemma4", "") == ("<|channel>thought", "<channel|>")

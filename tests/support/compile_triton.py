@@ -19,11 +19,14 @@ from triton.runtime import driver, jit
 from outrider.backends.base import LayerKV, ScoreModifier, Scores
 from outrider.backends.layer import LayerExperts
 from outrider.backends.triton.backend import TritonBackend
+from outrider.backends.triton.distributions import sample
 from outrider.backends.triton.features import features_of
 from outrider.cache.pool import Pool
 from outrider.checkpoints.quantize import quantize
-from outrider.core.params import DistributionParams
+from outrider.core.logprobs import Logprobs
+from outrider.core.params import DistributionParams, SamplingParams
 from outrider.core.tree import DraftTree
+from outrider.sampling.processors import processors_of
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]), 32)
 DONE: set[str] = set()
@@ -88,8 +91,18 @@ def main() -> None:
     assert backend.top_next is not None
     words = backend.top_next.asked(asked, [5, 6, 7], 9000).on(CPU)
     backend.top_next(logits, words, 3, None)
-    queries.add(0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), tree, 0)
+    processed = sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9))
+    processed.processors = processors_of(SamplingParams(presence_penalty=1.0), 1, 100, [], [])
+    processed.logprobs = Logprobs("processed_logprobs", 2, None)
+    queries.add(0, processed, tree, 0)
     backend.verifier.verify(logits, queries)
+    owners, params = words[:, :1].repeat(1, 2) * 0, words[:1, 1:].contiguous().view(torch.float64)
+    sample(logits, owners, params, owners, torch.zeros(3, dtype=torch.int64), 9000)
+    sampled = tree._replace(distributions=[torch.rand(9000).double()], probs_of=[0, -1])
+    for rule in ("rejection", "block", "traversal"):
+        queries = backend.verifier.queries(rule)
+        queries.add(0, sampled_row([1], DistributionParams(0.8, 0.1, 5, 0.9)), sampled, 0)
+        backend.verifier.verify(logits, queries)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def c_backend(dtype: torch.dtype = torch.float32) -> Ops:
 
 
 def kernels_but_for(*files: str) -> list[str]:
-    """What a compiler links into all kernels: these files of them, compiled anew, and the rest as it is."""
+    """What a compiler links into all kernels, with these files compiled anew and the rest as it is."""
     return [*(str(build.FOLDER / f"{file}.c") for file in files), c_backend().lib._name]
 
 

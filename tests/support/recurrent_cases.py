@@ -23,7 +23,10 @@ def recurrence_of(name: str) -> Recurrence:
 
 
 def random_path(rng: random.Random, longest: int = 12, most_nodes: int = 8) -> Path:
-    """Requests of a chunk of known tokens, of which the last may be saved, and a tree of draft nodes."""
+    """Requests of a chunk of known tokens, of which the last may be saved, and a tree of draft nodes.
+
+    States after any rows may be copied to slots that no request has.
+    """
     parent: list[int] = []
     slot: list[int] = []
     save: list[int] = []
@@ -42,15 +45,23 @@ def random_path(rng: random.Random, longest: int = 12, most_nodes: int = 8) -> P
             own_rows.append(len(parent) - 1)
             save.append(0)
         slot += [own] * (len(parent) - len(slot))
-    return _shuffled(rng, parent, slot, save, {own for own in slots if rng.random() < 0.3})
+    others = [other for other in range(SLOTS) if other not in slots]
+    chosen = rng.sample(range(len(parent)), min(len(parent), rng.randint(0, len(others))))
+    fresh = {own for own in slots if rng.random() < 0.3}
+    return _shuffled(rng, parent, slot, save, fresh, dict(zip(chosen, others)))
 
 
 def _shuffled(
-    rng: random.Random, parent: list[int], slot: list[int], save: list[int], fresh: set[int]
+    rng: random.Random,
+    parent: list[int],
+    slot: list[int],
+    save: list[int],
+    fresh: set[int],
+    copies: dict[int, int],
 ) -> Path:
     """The same forest in another order in which parents come first; in the given one half of the time."""
     if rng.random() < 0.5:
-        return Path(parent, slot, save, fresh)
+        return Path(parent, slot, save, fresh, copies)
     place, order, left = {-1: -1}, [], [*range(len(parent))]
     while left:
         row = rng.choice([row for row in left if parent[row] in place])
@@ -58,7 +69,8 @@ def _shuffled(
         place[row] = len(order)
         order.append(row)
     moved = ([values[row] for row in order] for values in (slot, save))
-    return Path([place[parent[row]] for row in order], *moved, fresh)
+    copied = {place[row]: other for row, other in copies.items()}
+    return Path([place[parent[row]] for row in order], *moved, fresh, copied)
 
 
 class Case(NamedTuple):
@@ -86,6 +98,8 @@ class Case(NamedTuple):
             outputs.append(out)
             if path.save[row]:
                 memory[path.slot[row]] = own[path.slot[row]]
+            if path.copy[row] >= 0:
+                memory[path.copy[row]] = own[path.slot[row]]
         return torch.cat(outputs), memory
 
 

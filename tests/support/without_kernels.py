@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -49,7 +49,8 @@ class NoKernels:
         if job.states:
             found.append(torch.zeros(rows, len(job.states) * layer.heads * layer.head_dim))
         if job.queries is not None:
-            found.append(self._answers(job.queries, wanted))
+            answers = self._answers if job.queries.rule == "match" else self._answers_of_rule
+            found.append(answers(job.queries, wanted))
         return tuple(found)
 
     def _answers(self, queries: Any, wanted: int) -> Tensor:
@@ -57,16 +58,38 @@ class NoKernels:
         answers = array("i")
         for first, n in zip(queries.trees[1::3], queries.trees[2::3]):
             tokens, parents = queries.tokens[first : first + n], queries.parents[first : first + n]
-            path, at = list[int](), -1
-            while (next_to := [i for i in range(n) if parents[i] == at]) and self.random.random() < ACCEPTED:
-                at = self.random.choice(next_to)
-                path.append(at)
+            path = self._path(parents)
             emitted = [*(tokens[node] for node in path), self.random.choice(TOKENS)]
             answers.extend(path + [0] * (n - len(path)))
             answers.extend(emitted + [0] * (n + 1 - len(emitted)))
             answers.append(len(emitted))
         answers.extend([0] * (2 * wanted - len(answers)))
         return torch.frombuffer(answers, dtype=torch.int32)
+
+    def _answers_of_rule(self, queries: Any, wanted: int) -> Tensor:
+        """As `RuleQueries.read` takes them."""
+        from outrider.backends.triton.distributions import LINKS
+
+        answers, rows = array("i", [0] * (2 * wanted)), queries.owners[::2]
+        links = [queries.links[at :: LINKS.value] for at in (0, 1)]  # tokens and parents
+        for number, root in enumerate(queries.roots.values()):
+            tokens, parents = (column[root + 1 : root + rows.count(number)] for column in links)
+            path = self._path(parents)
+            answers[2 * root] = len(path) + 1
+            for at, node in enumerate(path):
+                answers[2 * root + 1 + 2 * at], answers[2 * root + 2 + 2 * at] = tokens[node], node
+            answers[2 * root + 1 + 2 * len(path)] = self.random.choice(TOKENS)
+        return torch.frombuffer(answers, dtype=torch.int32)
+
+    def _path(self, parents: Sequence[int]) -> list[int]:
+        """Nodes from the root down that are accepted."""
+        path, at = list[int](), -1
+        while (children := [i for i, parent in enumerate(parents) if parent == at]) and (
+            self.random.random() < ACCEPTED
+        ):
+            at = self.random.choice(children)
+            path.append(at)
+        return path
 
     def chain(self, recorded: Any, _: Any) -> tuple[Tensor, ...]:
         _, levels, count = recorded.padded

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import hybrids
 import oss_files
 import pytest
 import torch
@@ -83,6 +84,25 @@ def test_a_pard_model_of_experts_is_read_as_it_was_trained(tmp_path: Path) -> No
     llm = load(tiny_checkpoint(tmp_path / "target"))
     draft = tiny_checkpoint(tmp_path / "draft", "Qwen3Moe", **QWEN, mlp_only_layers=[1])
     check_saved(llm, made(llm, "pard", draft=draft), tmp_path / "pard")
+
+
+@pytest.mark.parametrize("given", [{}, {"hidden": 32, "heads": 2, "kv_heads": 2}])
+@pytest.mark.parametrize("name", ["draft_model", "pard"])
+def test_a_target_with_recurrent_layers_has_no_draft_model_of_its_family(
+    name: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    hybrids.write("lfm2", tmp_path)
+    llm = load(tmp_path)
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM has recurrent layers, and draft models of such"):
+        made(llm, name, **given)
+    made(llm, "eagle3")
+
+
+def test_a_draft_with_recurrent_layers_is_not_adapted(tmp_path: Path) -> None:
+    hybrids.write("qwen3.5", tmp_path / "draft")
+    llm = load(tiny_checkpoint(tmp_path / "target"))
+    with pytest.raises(ConfigError, match="has recurrent layers, and is not trained"):
+        made(llm, "pard", draft=str(tmp_path / "draft"))
 
 
 def test_a_model_of_experts_is_quantized_but_for_its_router(tmp_path: Path) -> None:

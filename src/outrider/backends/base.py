@@ -91,7 +91,7 @@ class Chain(NamedTuple):
     """A chain of draft tokens that begins after row `at` of a step.
 
     probs: if given, tokens are sampled.  float64 [levels, width], receives what each was sampled from, 0
-        after the draft's vocabulary.
+        after the draft's vocabulary.  On the CPU, or on a device whose kernels verify trees by q.
     first_node: number of the random stream of the first sampled token
     floor, joint_floor: with a `StopRule`: the chain ends after a token of lower probability, or with which
         the product of its probabilities is lower
@@ -112,12 +112,14 @@ class Chains(NamedTuple):
 
     A chain ends after `levels` tokens, by `stop_rule`, or if no token can be picked.
     states: [chains, most levels, h], receives the residual stream that each token was picked from
+    width: of `Chain.probs`, if any chain of this drafter has it, and 0 otherwise: one graph serves them all
     """
 
     chains: Sequence[Chain]
     vocabulary: int
     stop_rule: StopRule | None = None
     states: Tensor | None = None
+    width: int = 0
 
 
 # The best token of each row of logits [n, V], given the distribution and the key of the noise of each.
@@ -146,7 +148,12 @@ class TopNext(Protocol):
 
 
 class FusedModel(Protocol):
-    """A whole model in one call.  It evicts the processor's caches: operations after it are slower."""
+    """A whole model in one call.  It evicts the processor's caches: operations after it are slower.
+
+    has_recurrent: whether its layers may be recurrent
+    """
+
+    has_recurrent: bool
 
     def pack_ends(self, embedding: Any, norm: Tensor, head: Any, scale: float = 1.0, cap: float = 0.0) -> Any:
         """Pack the ends of a model.  scale: factor of embeddings.  cap: soft cap of logits, or 0."""
@@ -236,7 +243,7 @@ class Backend(Protocol):
         """Attention output [N, H·D] of every row over its visible keys."""
 
     # ---- decoder blocks: x += o(attend(rope(qkv(norm(x)))));  x += down(silu(gate) * up)(norm(x)), or the
-    #      weighted sum of a row's experts, each such an MLP
+    #      weighted sum of a row's experts, each such an MLP; a delta rule (`LayerDelta`) in place of `attend`
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Any:
         """The blocks of a decoder as `run_layers` takes them; rotations as in `rope_store`."""
@@ -256,7 +263,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """Residual stream [N, h] after all blocks.  `x` [N, h] may be overwritten, and may be the result.
 
-        kv:   of the first block; the others have the layers after it
+        kv:   of the first block with attention; the others have the layers after it
         runs: rows whose linears add the updates of an adapter
         u:    [N, K], input of the first `qkv` in place of norm(x), or of the first `gate_up` if that
               attention is skipped; it may be x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,43 @@ class LayerExperts:
 
 
 @dataclass
+class LayerDelta:
+    """A gated delta rule (`Recurrence`) in place of attention, between two linears.
+
+        [q k v | z] = qkvz(u);   [b | a] = gates(u);   q, k, v = silu(convolution(q k v))
+        beta = sigmoid(b);       g = rates * softplus(a + bias)
+        x += o(norm(delta(q, k, v, g, beta)) * silu(z)), a norm of each head
+
+    channels: C, of the convolution: the outputs of q, k and v.  Its vectors are float32 and contiguous.
+    """
+
+    qkvz: Any  # [C + heads dim, hidden]
+    gates: Any  # [2 heads, hidden]
+    taps: Tensor  # [K, C], the oldest first
+    bias: Tensor  # [heads]
+    rates: Tensor  # [heads]
+    norm: Tensor  # [heads dim], the same for each head
+    key_heads: int
+    heads: int
+    key_dim: int
+    dim: int
+    eps: float
+
+    @property
+    def channels(self) -> int:
+        return self.taps.shape[1]
+
+
+@dataclass
 class DecoderLayer:
     """Weights of one decoder block (`AttentionShape`), packed by the backend that runs it.
 
     norm_in: None if the caller computes the input of `qkv`
     norm_post, gate_up, down: None in a block without an MLP, which runs with that skipped
-    experts: in place of `gate_up` and `down`, which are None then
+    experts: in place of `gate_up` and `down`, which are None then, or those of a shared expert
+    shared_gate: its sigmoid is the share of a shared expert, which every row has beside its own
+    delta: in place of the attention; `qkv` is None then
+    query_gate: its sigmoid is multiplied with the attention's output, if there is one
     norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
     rotations: of this layer alone, as in `rope_store`; None for those of the stack
     window, scale, cap, sinks: as in `Scores` and `ScoreModifier`.  gelu: GELU (tanh) in place of SiLU
@@ -58,3 +90,16 @@ class DecoderLayer:
     cap: float = 0.0
     gelu: bool = False
     sinks: Tensor | None = None
+    delta: LayerDelta | None = None
+    query_gate: Any = None  # [heads head_dim, hidden]
+    shared_gate: Any = None  # [1, hidden]
+
+
+def places(layers: Sequence[DecoderLayer]) -> list[int]:
+    """Number of each layer among those with attention, whose K/V it is, or among those with a delta rule."""
+    counts, found = [0, 0], []
+    for layer in layers:
+        kind = int(layer.delta is not None)
+        found.append(counts[kind])
+        counts[kind] += 1
+    return found

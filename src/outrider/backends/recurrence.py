@@ -19,12 +19,13 @@ columns of a wider tensor), the elements of a row are contiguous.  States are fl
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from torch import Tensor
 
 T = TypeVar("T")
+NO_COPIES: Mapping[int, int] = {}
 Activation = Literal["silu", "sigmoid"]
 
 
@@ -35,19 +36,29 @@ class Path:
     slot:   int32 [N], slot of the row's request, the same along a path
     save:   int32 [N], 1 if the state after this row is written to its slot; at most one row of a slot
     fresh:  slots without a state yet, which are read as zeros
+    copy:   int32 [N], another slot that the state after this row is written to, or -1: a slot of no row of
+            the path, and of one copy only
 
     Every function reads all stored states before it writes one.  The same path serves all layers of a step.
     Raises ValueError if a parent is not an earlier row of the same slot, or if a slot is saved twice.
+    copies: row -> slot
     """
 
-    __slots__ = ("_derived", "fresh", "num_slots", "parent", "save", "slot")
+    __slots__ = ("_derived", "copy", "fresh", "num_slots", "parent", "save", "slot")
 
     def __init__(
-        self, parent: Iterable[int], slot: Iterable[int], save: Iterable[int], fresh: Collection[int] = ()
+        self,
+        parent: Iterable[int],
+        slot: Iterable[int],
+        save: Iterable[int],
+        fresh: Collection[int] = (),
+        copies: Mapping[int, int] = NO_COPIES,
     ) -> None:
         self.parent, self.slot, self.save = array("i", parent), array("i", slot), array("i", save)
         self.fresh = frozenset(fresh)
-        self.num_slots = max(self.slot, default=-1) + 1  # that the states must have at least
+        self.copy = array("i", [-1]) * len(self.parent)
+        # that the states must have at least
+        self.num_slots = max(max(self.slot, default=-1), max(copies.values(), default=-1)) + 1
         self._derived: dict[object, Any] = {}
         if not len(self.parent) == len(self.slot) == len(self.save):
             raise ValueError("parent, slot and save must have one entry per row.")
@@ -59,6 +70,12 @@ class Path:
                 raise ValueError(f"slot {own} is saved twice.")
             if is_saved:
                 saved.add(own)
+        written = set(self.slot)
+        for row, copied in copies.items():
+            if copied in written or copied < 0:
+                raise ValueError(f"slot {copied} of a copy is that of a row, or of another copy.")
+            written.add(copied)
+            self.copy[row] = copied
 
     def __len__(self) -> int:
         return len(self.parent)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from outrider.core.logprobs import TopValues
 from outrider.core.noise import key_in
 from outrider.core.params import DistributionParams
 from outrider.core.row import Row
@@ -55,7 +56,10 @@ class TreeQueries(Protocol):
     """Trees to verify by one rule, and buffers for the results."""
 
     def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
-        """Add the tree of a row without processors.  root: row of the logits after its root."""
+        """Add the tree of a row, without processors unless `TreeVerifier.processes`.
+
+        root: row of the logits after its root.
+        """
 
     def read(self) -> Iterable[tuple[int, Answer | None]]:
         """For each key: accepted nodes and emitted tokens.
@@ -63,12 +67,20 @@ class TreeQueries(Protocol):
         None if a token could not be picked, because the logits are not finite.
         """
 
+    def values(self, key: int, nodes: Sequence[int]) -> Sequence[TopValues] | None:
+        """Log-probabilities of the tokens after these nodes, as their row asks; None if not found here."""
+
 
 class TreeVerifier(Protocol):
-    """Verification of whole trees in one call.  rules: names of the supported rules."""
+    """Verification of whole trees in one call.
+
+    rules: names of the supported rules.  processes: takes rows with processors, those that it can.
+    """
 
     @property
     def rules(self) -> Collection[str]: ...
+    @property
+    def processes(self) -> bool: ...
     def queries(self, rule: str) -> TreeQueries: ...
     def verify(self, logits: Tensor, queries: Any) -> None:
         """Answer the queries from logits [M, V]."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from outrider.control.ledger import Moment
-from outrider.errors import ConfigError, check_writable, write_fault
+from outrider.errors import ConfigError, check_writable, saving
 
 FORMATS = (".png", ".svg", ".pdf")
 BLUE, RED, GREY = "#0072b2", "#d55e00", "#7a7a7a"  # Okabe and Ito: safe for colour-blind readers
@@ -155,10 +155,9 @@ def choices(history: Sequence[Moment], title: str, out: Path) -> None:
 def save(figure: Any, title: str, out: Path) -> None:
     """Write a figure, with its title, in the form that the name of the file ends in."""
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    metadata = {"Date": None} if out.suffix.lower() == ".svg" else None  # the same file every day
     try:
-        metadata = {"Date": None} if out.suffix.lower() == ".svg" else None  # the same file every day
-        figure.savefig(out.expanduser(), dpi=150, metadata=metadata)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot cannot be written to {str(out)!r}: {write_fault(error)}") from error
+        with saving("plot", out, ValueError):
+            figure.savefig(out.expanduser(), dpi=150, metadata=metadata)
     finally:
         pyplot().close(figure)

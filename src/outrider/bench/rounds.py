@@ -14,6 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 
 _seconds = operator.attrgetter("seconds")  # of a run
+Round = dict[tuple[str, int], Run]  # (label, number of the group) -> its best run
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class _Measurement:
 
     def results(self, others: Mapping[str, Attempt]) -> list[Measured]:
         """Run all rounds."""
-        peers, found = _Peers(others), list[dict[tuple[str, int], Run]]()
+        peers, found = _Peers(others), list[Round]()
         try:
             self._run(peers, found)
         except KeyboardInterrupt:
@@ -116,7 +117,7 @@ class _Measurement:
             raise Interrupted(self._measured(peers, kept)) from None
         return self._measured(peers, found)
 
-    def _run(self, peers: _Peers, found: list[dict[tuple[str, int], Run]]) -> None:
+    def _run(self, peers: _Peers, found: list[Round]) -> None:
         """Add the runs of each round."""
         began = time.monotonic()
         for label in [*peers.attempts]:
@@ -133,9 +134,7 @@ class _Measurement:
             found.append({})
             self._round(len(found) - 1, peers, found[-1])
 
-    def _kept(
-        self, peers: _Peers, found: list[dict[tuple[str, int], Run]]
-    ) -> list[dict[tuple[str, int], Run]]:
+    def _kept(self, peers: _Peers, found: list[Round]) -> list[Round]:
         """The rounds that can be compared if the last one is not complete."""
         if not found:
             return []
@@ -143,13 +142,10 @@ class _Measurement:
         answered = [i for i in range(len(self.groups)) if all((label, i) in last for label in labels)]
         if len(found) > 1:
             return found if len(answered) == len(self.groups) else found[:-1]
-        kept = dict[tuple[str, int], Run]()
-        for i in answered:
-            for label in labels:
-                kept[label, i] = last[label, i]
+        kept = {(label, i): last[label, i] for i in answered for label in labels}
         return [kept] if kept else []
 
-    def _measured(self, peers: _Peers, found: list[dict[tuple[str, int], Run]]) -> list[Measured]:
+    def _measured(self, peers: _Peers, found: list[Round]) -> list[Measured]:
         promises = {label: variant.engine.rule.promise for label, variant in self.variants.items()}
         results = _results(found, {**promises, **dict.fromkeys(peers.attempts, "")})
         return results + [Measured(label, [], "", why) for label, why in peers.stopped.items()]
@@ -161,8 +157,8 @@ class _Measurement:
         for label, variant in self.variants.items():
             once(variant, *self.groups[0], self.params, self.memories[label])
 
-    def _round(self, number: int, peers: _Peers, best: dict[tuple[str, int], Run]) -> None:
-        """Add (label, group) -> its best run."""
+    def _round(self, number: int, peers: _Peers, best: Round) -> None:
+        """Add the runs of round `number` to `best`."""
         for i, (kind, group) in enumerate(self.groups):
             order = [*self.variants, *peers.attempts]
             first = (i + number) % len(order)
@@ -181,7 +177,7 @@ class _Measurement:
         return min(attempts, key=_seconds)
 
 
-def _results(rounds: Sequence[dict[tuple[str, int], Run]], promises: Mapping[str, str]) -> list[Measured]:
+def _results(rounds: Sequence[Round], promises: Mapping[str, str]) -> list[Measured]:
     """The best run of each group, with the seconds of every round."""
     results = {label: Measured(label, [], promise) for label, promise in promises.items()}
     for label, group in rounds[0]:

@@ -5,6 +5,9 @@ The draft nodes of a step take the positions after the last known token.
 
 A full page is indexed by (the page before it, its tokens) and may be shared; `owners` counts the sequences
 that use it.  A page without owners stays indexed until LRU eviction.
+
+A table of a model with recurrent layers has a state slot.  It shares pages up to one with a snapshot of the
+state after them (`snapshots.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 from outrider.cache.pool import Pool
+from outrider.cache.snapshots import Snapshots
 from outrider.core.block_table import NO_STATE, PAGE, ROOT, BlockTable
 
 Key = tuple[Hashable, tuple[int, ...]]  # of an indexed page: the node or root before it, its tokens
@@ -22,12 +26,21 @@ Key = tuple[Hashable, tuple[int, ...]]  # of an indexed page: the node or root b
 class Cache:
     """Allocator of `pages` pages.  Touches no tensor, except that `fork` copies a page in every pool.
 
-    states: number of state slots of a model with recurrent layers; every table has one of them.  Such tables
-    share no pages, as a state is that after all tokens of a request.
+    states: number of state slots of a model with recurrent layers; every table has one of them
+    snapshots: of the states; tables with a state share no pages without any
     """
 
-    def __init__(self, pages: int, capacity: int, prefix_caching: bool = True, states: int = 0) -> None:
-        self.pages, self.capacity, self.prefix_caching = pages, capacity, prefix_caching and not states
+    def __init__(
+        self,
+        pages: int,
+        capacity: int,
+        prefix_caching: bool = True,
+        states: int = 0,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        self.pages, self.capacity = pages, capacity
+        self.snapshots = snapshots or Snapshots()
+        self.prefix_caching = prefix_caching and not (states and not self.snapshots.slots)
         self.states, self.free_states = states, [*reversed(range(states))]
         self.pools: list[Pool] = []
         self.free = [*reversed(range(pages))]  # a stack: fresh pages come out in ascending order
@@ -81,21 +94,40 @@ class Cache:
         if table.state != NO_STATE:
             self.free_states.append(table.state)
             table.state = NO_STATE
+            self.snapshots.close(table)
         self.tables.discard(table)
 
     def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
         """Share the longest indexed prefix, at most `limit` tokens, with an empty table.
 
+        Of a table with a state, it ends with a snapshot.
         Returns its length.
         """
-        while self.prefix_caching and table.room + PAGE <= limit:
-            found = self.index.get(table.key(tokens))
+        pages, nodes = list[int](), list[int]()
+        while self.prefix_caching and (len(nodes) + 1) * PAGE <= limit:
+            found = self.index.get(table.key_after(nodes, tokens))
             if found is None:
                 break
-            node, page = found
+            nodes.append(found[0])
+            pages.append(found[1])
+        if self.states:
+            pages = self._resume(table, pages)
+        for page, node in zip(pages, nodes):
             self._share(table, page)
             table.nodes.append(node)
         return table.room
+
+    def _resume(self, table: BlockTable, pages: list[int]) -> list[int]:
+        """The indexed pages up to the last one with a snapshot, with which `table` begins."""
+        snapshots, end = self.snapshots, len(pages)
+        while end and (pages[end - 1] not in snapshots.of_page or end * PAGE <= snapshots.lag):
+            end -= 1
+        if end < len(pages):
+            table.branch = len(pages) * PAGE
+        if end:
+            table.resumed = snapshots.use(pages[end - 1])
+            table.length = end * PAGE - snapshots.lag
+        return pages[:end]
 
     def register(self, table: BlockTable, tokens: Sequence[int], filled: int) -> None:
         """Index the full pages among the first `filled` positions, which every pool has written."""
@@ -107,6 +139,21 @@ class Cache:
                 self.index[key] = (self.last_node, page)
                 self.entry[page] = key
             table.nodes.append(self.index[key][0])  # possibly of an equal page that was indexed earlier
+        if table.pending:
+            self.attach(table, tokens)
+
+    def attach(self, table: BlockTable, tokens: Sequence[int]) -> None:
+        """Give the pending snapshots of a table to their pages, as far as these are indexed."""
+        for border in [*table.pending]:
+            count = border // PAGE
+            if count <= len(table.nodes):
+                slot, page = table.pending.pop(border), table.pages[count - 1]
+                key = self.entry.get(page) or table.key_after(table.nodes[: count - 1], tokens)
+                found = self.index.get(key)
+                if found is not None and found[0] == table.nodes[count - 1]:
+                    self.snapshots.attach(slot, found[1])
+                else:
+                    self.snapshots.free_slot(slot)  # the page of another table, which was evicted
 
     def fork(self, source: BlockTable, target: BlockTable, length: int) -> bool:
         """Give `target` (empty) the first `length` positions of `source`: share full pages, copy the rest."""
@@ -129,6 +176,7 @@ class Cache:
         self.idle.clear()
         self.index.clear()
         self.entry.clear()
+        self.snapshots.forget()
 
     def clear(self) -> None:
         """Free every page of every table, and empty the prefix index."""
@@ -136,12 +184,14 @@ class Cache:
             table.pages.clear()
             table.nodes.clear()
             table.room, table.state = 0, NO_STATE
+            table.pending.clear()
         self.tables.clear()
         self.idle.clear()
         self.index.clear()
         self.entry.clear()
         self.free = [*reversed(range(self.pages))]
         self.free_states = [*reversed(range(self.states))]
+        self.snapshots.clear()
         self.owners = [0] * self.pages
 
     def check(self) -> None:
@@ -156,6 +206,7 @@ class Cache:
                 )
         states = sorted([*self.free_states, *[table.state for table in self.tables if self.states]])
         assert states == [*range(self.states)], "a state slot is lost, or held twice"
+        self.snapshots.check(self.tables, self.entry)
         assert held == self.owners, "owner counts do not match the tables"
         free, idle = set(self.free), set(self.idle)
         assert len(free) == len(self.free), "a page is free twice"
@@ -175,6 +226,7 @@ class Cache:
         page, _ = self.idle.popitem(last=False)
         # entries after it cannot be reached now, and are evicted in LRU order
         del self.index[self.entry.pop(page)]
+        self.snapshots.drop(page)
         return page
 
     def _append(self, table: BlockTable, page: int) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from outrider.checkpoints.fields import HEAD
 from outrider.checkpoints.hub import HEADS, NOT_DOWNLOADED, download, on_hub
-from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
-from outrider.checkpoints.scaled import ScaledWeights, quantized
+from outrider.checkpoints.quantized_layers import QuantizedLayers
+from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.validate import check, read_json
 from outrider.checkpoints.weights import GivenWeights, Weights
 from outrider.core.quantized import QuantizedWeight
@@ -45,7 +45,7 @@ class Tensors(Protocol):
         """The tensor as `raw`, or the quantized weight if it is stored so."""
 
 
-def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | PackedWeights | ScaledWeights:
+def open_tensors(folder: Path, config: Mapping[str, Any]) -> Weights | QuantizedLayers:
     """The tensors of a folder.
 
     A config may be a copy of the target's: then nothing is packed.  Unsupported quantization is not an error

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from outrider.checkpoints.packed_scheme import Scheme, Size
+from outrider.checkpoints.quantized_layers import Layout, QuantizedLayers
 from outrider.checkpoints.weights import Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
@@ -29,77 +29,42 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the output that a word's first, second â
 log = logging.getLogger("outrider")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Names of the tensors of a quantized layer.  group_index: the group of each input."""
-
-    words: str
-    zeros: str
-    scales: str
-    group_index: str
-
-
 LAYOUTS = {
-    "awq": Layout("qweight", "qzeros", "scales", ""),
+    "awq": Layout("qweight", "qzeros", "scales"),
     "gptq": Layout("qweight", "qzeros", "scales", "g_idx"),
-    "compressed-tensors": Layout("weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx"),
+    "compressed-tensors": Layout(
+        "weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx", ("weight_shape",)
+    ),
 }
 
 
-class PackedWeights:
-    """The tensors of a quantized checkpoint or head (`Source`).  A quantized layer is one tensor, its weight.
-
-    A layer is quantized if its packed values are in the files.
-    layer_of: name of such a weight -> name of its layer.
-    """
+class PackedWeights(QuantizedLayers):
+    """Weights in packed words.  A layer is quantized if its words are in the files."""
 
     def __init__(self, files: Weights, scheme: Scheme) -> None:
-        self.files, self.scheme, self.layout = files, scheme, LAYOUTS[scheme.method]
-        words = f".{self.layout.words}"
+        layout = LAYOUTS[scheme.method]
+        words = f".{layout.values}"
         layers = [name.removesuffix(words) for name in files if name.endswith(words)]
-        self.layer_of = {f"{layer}.weight": layer for layer in layers}
+        super().__init__(files, scheme, layout, layers)
         self.warned = False
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.layer_of or (name in self.files and not self._is_part(name))
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.layer_of
-        yield from (name for name in self.files if not self._is_part(name))
-
-    def _is_part(self, name: str) -> bool:
-        """Whether a tensor of the files is a part of a quantized layer."""
-        layer, _, part = name.rpartition(".")
-        layout = self.layout
-        parts = (layout.words, layout.zeros, layout.scales, layout.group_index, "weight_shape")
-        return part in parts and f"{layer}.{layout.words}" in self.files
 
     def shape(self, name: str) -> tuple[int, ...]:
         layer = self.layer_of.get(name)
-        return self.files.shape(name) if layer is None else self._layer_shape(layer)
+        return super().shape(name) if layer is None else self._layer_shape(layer)
 
-    def raw(self, name: str) -> Tensor:
-        weight = self.weight(name)
-        return weight.dense() if isinstance(weight, QuantizedWeight) else weight
-
-    def weight(self, name: str) -> Tensor | QuantizedWeight:
-        layer = self.layer_of.get(name)
-        return self.files.raw(name) if layer is None else self.linear(layer, *self._layer_shape(layer))
-
-    def get(self, name: str, *shape: int) -> Tensor:
-        return self.files.get(name, *shape)
+    def _read(self, layer: str) -> Tensor | QuantizedWeight:
+        return self.linear(layer, *self._layer_shape(layer))
 
     def bits(self, names: Iterable[str]) -> int | None:
-        """The most bits that a value of these weights has; None if none of them is quantized."""
         bits: int | None = None
         for layer in (self.layer_of[name] for name in names if name in self.layer_of):
-            stored = 32 * math.prod(self.files.shape(f"{layer}.{self.layout.words}"))
+            stored = 32 * math.prod(self.files.shape(f"{layer}.{self.layout.values}"))
             bits = max(bits or 0, stored // math.prod(self._layer_shape(layer)))
         return bits
 
     def _layer_shape(self, name: str) -> tuple[int, int]:
         """(outputs, inputs) of a quantized layer, from headers."""
-        outputs, words = self.files.shape(f"{name}.{self.layout.words}")
+        outputs, words = self.files.shape(f"{name}.{self.layout.values}")
         if self.scheme.method != "compressed-tensors":
             ((bits, _),) = self.scheme.sizes
             rows, columns, per_word = outputs, words, 32 // bits
@@ -116,9 +81,11 @@ class PackedWeights:
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         """The weight [outputs, inputs] of a layer; dense if unquantized or if groups are not contiguous."""
-        if f"{name}.{self.layout.words}" not in self.files:
+        if f"{name}.{self.layout.values}" not in self.files:
             return self.get(f"{name}.weight", outputs, inputs)
-        words, scales = (self.files.raw(f"{name}.{part}") for part in (self.layout.words, self.layout.scales))
+        words, scales = (
+            self.files.raw(f"{name}.{part}") for part in (self.layout.values, self.layout.scales)
+        )
         if self.scheme.method != "compressed-tensors":
             words, scales = words.T, scales.T  # [O/8, K] for awq, [O, K/p] for gptq
         bits, group = self._matching_size(name, words, scales, outputs, inputs)
@@ -149,7 +116,7 @@ class PackedWeights:
         )
         raise ModelError(
             f"{name} of [{outputs}, {inputs}] is not quantized to {sizes}, as quantization_config (num_bits, "
-            f"group_size) says: {self.layout.words} is {words.dtype} {tuple(words.shape)} and "
+            f"group_size) says: {self.layout.values} is {words.dtype} {tuple(words.shape)} and "
             f"{self.layout.scales} {tuple(scales.shape)}, outputs first."
         )
 

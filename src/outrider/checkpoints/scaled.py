@@ -11,14 +11,15 @@ weight = scale (value - zero).  fp8 is expanded while loading, int8 stays.  Inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from outrider.checkpoints.mxfp4 import METHOD
-from outrider.checkpoints.packed import Layout, PackedWeights
+from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.packed_scheme import Scheme
+from outrider.checkpoints.quantized_layers import Layout, QuantizedLayers
 from outrider.checkpoints.weights import Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
@@ -28,52 +29,27 @@ PARTS = ("weight_scale", "weight_scale_inv", ZEROS, "input_scale", "input_zero_p
 STORED = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
 
 
-def quantized(files: Weights, scheme: Scheme) -> PackedWeights | ScaledWeights:
+def quantized(files: Weights, scheme: Scheme) -> QuantizedLayers:
     """The tensors of a checkpoint that is quantized so."""
     if scheme.method == METHOD:
         raise ModelError("weights in MXFP4 are read where they are those of gpt-oss's experts only.")
     return ScaledWeights(files, scheme) if scheme.scales else PackedWeights(files, scheme)
 
 
-class ScaledWeights:
-    """The tensors of such a checkpoint (`Source`).  A weight is scaled if there are scales for it.
-
-    layer_of: name of such a weight -> name of its layer.
-    """
+class ScaledWeights(QuantizedLayers):
+    """Weights with scales.  A layer is quantized if it has both."""
 
     def __init__(self, files: Weights, scheme: Scheme) -> None:
-        self.files, self.scheme = files, scheme
-        self.layout = Layout("weight", ZEROS, scheme.scales, "")
         scales = f".{scheme.scales}"
-        layers = [name.removesuffix(scales) for name in files if name.endswith(scales)]
-        self.layer_of = {f"{layer}.weight": layer for layer in layers if f"{layer}.weight" in files}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.files and not self._is_part(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self.files if not self._is_part(name))
-
-    def _is_part(self, name: str) -> bool:
-        layer, _, part = name.rpartition(".")
-        return part in PARTS and f"{layer}.weight" in self.files
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.files.shape(name)
-
-    def raw(self, name: str) -> Tensor:
-        weight = self.weight(name)
-        return weight.dense() if isinstance(weight, QuantizedWeight) else weight
-
-    def weight(self, name: str) -> Tensor | QuantizedWeight:
-        layer = self.layer_of.get(name)
-        return self.files.raw(name) if layer is None else self._scaled(layer)
+        names = [name.removesuffix(scales) for name in files if name.endswith(scales)]
+        layers = [layer for layer in names if f"{layer}.weight" in files]
+        super().__init__(files, scheme, Layout("weight", ZEROS, scheme.scales, others=PARTS), layers)
 
     def get(self, name: str, *shape: int) -> Tensor:
         if name in self.layer_of:
             self._check_shape(name, shape)
             return self.raw(name)
-        return self.files.get(name, *shape)
+        return super().get(name, *shape)
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         """The weight [outputs, inputs] of a layer; dense unless it is stored in int8."""
@@ -81,7 +57,7 @@ class ScaledWeights:
         if full not in self.layer_of:
             return self.get(full, outputs, inputs)
         self._check_shape(full, (outputs, inputs))
-        return self._scaled(name)
+        return self._read(name)
 
     def bits(self, names: Iterable[str]) -> int | None:
         """8 if one of these weights is in int8; None otherwise: fp8 is expanded."""
@@ -91,7 +67,7 @@ class ScaledWeights:
         if self.shape(name) != shape:
             raise ModelError(f"{name} has shape {self.shape(name)}, the config asks for {shape}.")
 
-    def _scaled(self, layer: str) -> Tensor | QuantizedWeight:
+    def _read(self, layer: str) -> Tensor | QuantizedWeight:
         values = self.files.raw(f"{layer}.weight")
         if values.dtype not in STORED or values.dim() != 2:
             raise ModelError(

@@ -5,22 +5,22 @@ An unsupported model raises a ModelError with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoints.context import Context
+from outrider.checkpoints.delta_rule import DeltaRule
 from outrider.checkpoints.fields import (
     EPSILON,
     HEAD_COUNT,
     LAYER_COUNT,
     LENGTH,
-    POSITIVE,
     VOCABULARY,
     WIDTH,
     WINDOW,
 )
 from outrider.checkpoints.plain_config import TYPES
+from outrider.checkpoints.variant import HYBRIDS, LLAMA, DecoderVariant
 from outrider.core.limits import MAX_EXPERTS, MAX_HEAD_DIM, check_attention
 from outrider.core.validate import Kind, whole
 from outrider.errors import ModelError
@@ -37,6 +37,9 @@ FAMILIES = {
     "GemmaForCausalLM": "Gemma 1",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 with experts",
 }
 # Others differ in what a block computes: see Spec.like_llama.
 LIKE_LLAMA = (
@@ -47,7 +50,14 @@ LIKE_LLAMA = (
     "MiMoForCausalLM",
 )
 # whose queries and keys of every head are normalized
-QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM")
+QK_NORMED = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
@@ -59,7 +69,7 @@ LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "mlp",
     "moe",
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # model types
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
 EXPERT_COUNT = whole(1, MAX_EXPERTS)
@@ -106,6 +116,7 @@ class Experts:
 
     inner: width of each.  layers[i]: whether layer i has them, in place of one MLP.
     normalized: whether the weights of a row's experts sum to 1, rather than those of all
+    shared: width of an MLP that every row has beside its experts, times the sigmoid of a gate; 0: none
     """
 
     count: int
@@ -113,84 +124,25 @@ class Experts:
     inner: int
     normalized: bool
     layers: tuple[bool, ...]
+    shared: int = 0
 
     @staticmethod
     def of(config: Any, layers: int) -> Experts | None:
         """None for a model without experts; the keys mean nothing in other families."""
-        if config.model_type not in WITH_EXPERTS or not getattr(config, "num_local_experts", None):
+        is_hybrid = config.model_type in HYBRIDS
+        key = "num_experts" if is_hybrid else "num_local_experts"
+        if config.model_type not in WITH_EXPERTS or not getattr(config, key, None):
             return None
-        count = _size(config, "num_local_experts", EXPERT_COUNT)
+        count = _size(config, key, EXPERT_COUNT)
         chosen = _size(config, "num_experts_per_tok", whole(1, count))
         if config.model_type in ("mixtral", "gpt_oss"):
             return Experts(count, chosen, _size(config, "intermediate_size", INNER), True, (True,) * layers)
-        step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ()) or ()
         sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
         inner = _size(config, "moe_intermediate_size", INNER)
-        return Experts(count, chosen, inner, bool(config.norm_topk_prob), tuple(sparse))
-
-
-@dataclass(frozen=True)
-class DecoderVariant:
-    """What a decoder computes otherwise than Llama.
-
-    gelu:            the gate of an MLP goes through GELU (by tanh) in place of SiLU
-    unit_norms:      norms multiply with 1 + weight
-    output_norms:    what attention and MLP add to the residual stream is normalized before
-    embedding_scale: factor of the embeddings
-    query_scalar:    attention scores are divided by its root; 0: by that of the head's dimensions
-    score_cap, logit_cap: soft caps of attention scores and of logits, or 0
-    ropes[i]:        key of layer i's set in rope_parameters; empty: there is one set for all
-    sinks:           every head has an attention sink (`ScoreModifier`)
-    gate_slope, gate_limit: as in `LayerExperts`
-    attention_biases, expert_biases: whether the files must have biases of q, k, v and o, and those of routers
-        and experts
-    """
-
-    gelu: bool = False
-    unit_norms: bool = False
-    output_norms: bool = False
-    embedding_scale: float = 1.0
-    query_scalar: float = 0.0
-    score_cap: float = 0.0
-    logit_cap: float = 0.0
-    ropes: tuple[str, ...] = ()
-    sinks: bool = False
-    gate_slope: float = 0.0
-    gate_limit: float = 0.0
-    attention_biases: bool = False
-    expert_biases: bool = False
-
-    @staticmethod
-    def of(config: Any, kinds: Sequence[str]) -> DecoderVariant:
-        """kinds: of every layer, as in layer_types."""
-        if config.model_type == "gpt_oss":
-            # older versions of transformers have the two as constants
-            slope, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
-            return DecoderVariant(
-                sinks=True,
-                gate_slope=slope,
-                gate_limit=limit,
-                attention_biases=bool(getattr(config, "attention_bias", True)),
-                expert_biases=True,
-            )
-        if not config.model_type.startswith("gemma"):
-            return DecoderVariant()
-        scale = config.hidden_size**0.5
-        if config.model_type == "gemma":
-            return DecoderVariant(gelu=True, unit_norms=True, embedding_scale=scale)
-        POSITIVE.check(config.query_pre_attn_scalar, "query_pre_attn_scalar", ModelError)
-        nested = kinds[0] in config.rope_parameters
-        return DecoderVariant(
-            gelu=True,
-            unit_norms=True,
-            output_norms=True,
-            embedding_scale=scale,
-            query_scalar=config.query_pre_attn_scalar,
-            # Gemma 3 has the key, and no such cap
-            score_cap=(config.attn_logit_softcapping or 0.0) if config.model_type == "gemma2" else 0.0,
-            logit_cap=config.final_logit_softcapping or 0.0,
-            ropes=tuple(kinds) if nested else (),
-        )
+        shared = _size(config, "shared_expert_intermediate_size", INNER) if is_hybrid else 0
+        normalized = bool(getattr(config, "norm_topk_prob", True))
+        return Experts(count, chosen, inner, normalized, tuple(sparse), shared)
 
 
 @dataclass(frozen=True)
@@ -199,6 +151,8 @@ class Spec(Facts):
 
     windows[i]: sliding window of layer i in tokens, 0 for full attention.
     experts: of the layers that have them; `inner` is the width of other MLPs
+    rotated: dimensions of a head that are rotated, 0: all
+    recurrent: of the layers without attention
     """
 
     inner: int
@@ -208,18 +162,22 @@ class Spec(Facts):
     qk_norm: bool
     tied: bool
     experts: Experts | None = None
-    variant: DecoderVariant = DecoderVariant()
+    variant: DecoderVariant = LLAMA
+    rotated: int = 0
+    recurrent: DeltaRule | None = None
 
     @property
     def like_llama(self) -> bool:
         """Whether its blocks and ends are Llama's: without experts, and without a `DecoderVariant`."""
-        return self.experts is None and self.variant == DecoderVariant()
+        plain = not self.rotated and self.recurrent is None
+        return plain and self.experts is None and self.variant == LLAMA
 
     @staticmethod
     def extending(facts: Facts, config: Any) -> Spec:
         """The spec of a model with these facts."""
         name, heads = facts.architecture, _size(config, "num_attention_heads", HEAD_COUNT)
-        check_attention(name, heads, facts.kv_heads, facts.head_dim, rotated=facts.head_dim)
+        rotated = _rotated(config, facts.head_dim)
+        check_attention(name, heads, facts.kv_heads, facts.head_dim, rotated or facts.head_dim)
         window = 0 if config.model_type == "llama" else getattr(config, "sliding_window", None) or 0
         WINDOW.check(window, f"sliding_window of {name}", ModelError)
         default = "sliding_attention" if window else "full_attention"
@@ -228,16 +186,19 @@ class Spec(Facts):
             raise ModelError(
                 f"{name} has {facts.layers} layers (num_hidden_layers), and layer_types lists {len(kinds)}."
             )
+        experts = Experts.of(config, facts.layers)
         return Spec(
             **vars(facts),
-            inner=_size(config, "intermediate_size", INNER),
+            inner=_inner(config, experts),
             heads=heads,
             eps=_size(config, "rms_norm_eps", EPSILON),
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
             qk_norm=name in QK_NORMED,
             tied=bool(config.tie_word_embeddings),
-            experts=Experts.of(config, facts.layers),
+            experts=experts,
             variant=DecoderVariant.of(config, kinds),
+            rotated=rotated,
+            recurrent=DeltaRule.of(name, config, kinds),
         )
 
 
@@ -256,6 +217,24 @@ def _size(config: Any, key: str, kind: Kind) -> Any:
     value = largest(config, key)
     kind.check(value, f"{key} of {architecture(config)}", ModelError)
     return value
+
+
+def _inner(config: Any, experts: Experts | None) -> int:
+    """The width of MLPs without experts; some configs of models that have experts in all layers lack it."""
+    if experts is not None and all(experts.layers) and not hasattr(config, "intermediate_size"):
+        return experts.shared or experts.inner
+    width: int = _size(config, "intermediate_size", INNER)
+    return width
+
+
+def _rotated(config: Any, head_dim: int) -> int:
+    """`Spec.rotated`.  The key means nothing in other families."""
+    if config.model_type not in HYBRIDS:
+        return 0
+    rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    if rotated < 1:
+        raise ModelError(f"partial_rotary_factor of {architecture(config)} leaves no dimension to rotate.")
+    return rotated % head_dim
 
 
 def _heads(config: Any) -> tuple[int, int]:

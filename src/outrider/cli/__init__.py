@@ -27,6 +27,7 @@ from outrider.cli.generate import generate
 from outrider.cli.llama_cpp import translated
 from outrider.cli.models import models
 from outrider.cli.quantize import quantize
+from outrider.cli.run_batch import run_batch
 from outrider.cli.serve import serve
 from outrider.cli.train import train
 from outrider.cli.verify import verify
@@ -62,9 +63,10 @@ def root(
 
 for command in (generate, chat, bench, estimate, verify, models, quantize, train, export, demo):
     app.command()(command)
-app.command(
-    add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-)(serve)
+for command in (serve, run_batch):
+    app.command(
+        add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+    )(command)
 app.add_typer(datastore.app, name="datastore")
 app.add_typer(tune.app, name="tune")
 app.add_typer(online.app, name="online")

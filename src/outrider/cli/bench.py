@@ -16,7 +16,7 @@ from typer import Option
 from outrider.cli.arguments import one_of
 from outrider.cli.flags import BUILTIN, OUT, Given, load, note, shared
 from outrider.cli.speculation import parsed
-from outrider.errors import ConfigError, write_fault, writing
+from outrider.errors import ConfigError, saving, writing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -297,7 +297,5 @@ def opened(out: str | None) -> IO[str] | None:
 
     Raises ConfigError if it cannot be written.
     """
-    try:
+    with saving("results", out):
         return None if out is None else sys.stdout if out == "-" else open(out, "a", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the results cannot be written to {out!r}: {write_fault(error)}") from error

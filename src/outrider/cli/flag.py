@@ -1,12 +1,12 @@
-"""An option that several commands have."""
+"""An option of the command line, and flags of other programs that have no effect or are refused."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
@@ -55,3 +55,24 @@ class Flag:
             default=self.default,
             annotation=Annotated[kind, option],
         )
+
+
+class Names(NamedTuple):
+    """Flags with a value, and those without one.
+
+    "|" is between two flags, a space between two names of one.  The first name lacks its dashes.
+    """
+
+    valued: str = ""
+    bare: str = ""
+
+
+def unsupported(table: Mapping[str, Names]) -> tuple[Flag, ...]:
+    """Flags that `--help` does not show, from reason -> names.  Their help is the reason."""
+    made: list[Flag] = []
+    for reason, (valued, bare) in table.items():
+        made += [Flag("", str, f"--{names}", reason, hidden=True) for names in valued.split("|") if names]
+        made += [
+            Flag("", bool, f"--{names}", reason, False, hidden=True) for names in bare.split("|") if names
+        ]
+    return tuple(made)

@@ -3,59 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from outrider.cli.flag import Flag
+from outrider.cli.flag import Names, unsupported
 from outrider.errors import ConfigError
 
-_ONE_POOL = "drafts run on the threads of -t"
-_KV = "K/V has one type for keys, values and the draft: use --kv-cache-dtype"
-_PAGES = "the KV cache has pages of one size, which all requests share"
-STEP = "the engine sizes its steps itself"
-MEMORY = "weights are read from the file once and stay in memory"
-_LOOK = "the terminal is left as it is"
-_LOG = "the log has one form"
-_SYSTEM = "the operating system places the threads of -t"
-_IGNORED = (  # without effect here; the help is the reason, and is not shown in --help
-    Flag("", str, "--threads-draft -td --spec-draft-threads", _ONE_POOL),
-    Flag("", str, "--threads-batch -tb", "prompts are computed on the threads of -t"),
-    Flag("", str, "--threads-batch-draft -tbd", _ONE_POOL),
-    Flag("", str, "--ctx-size-draft -cd", "the draft sees what the target sees; draft_kv_budget narrows it"),
-    Flag("", str, "--draft-min --draft-n-min --spec-draft-n-min", "a draft of any length is verified"),
-    Flag("", str, "--draft-p-split --spec-draft-p-split", "siblings in speculative_config makes trees"),
-    Flag("", str, "--cache-type-k -ctk", _KV),
-    Flag("", str, "--cache-type-v -ctv", _KV),
-    Flag("", str, "--cache-type-k-draft -ctkd --spec-draft-type-k", _KV),
-    Flag("", str, "--cache-type-v-draft -ctvd --spec-draft-type-v", _KV),
-    Flag("", bool, "--kv-unified -kvu --no-kv-unified -no-kvu", _PAGES, False),
-    Flag("", bool, "--swa-full", _PAGES, False),
-    Flag("", str, "--defrag-thold -dt", _PAGES),
-    Flag("", bool, "--kv-offload -kvo", "K/V is on the device of its layer", False),
-    Flag("", str, "--batch-size -b", STEP),
-    Flag("", str, "--ubatch-size -ub", STEP),
-    Flag("", bool, "--cont-batching -cb", "requests always share steps", False),
-    Flag("", str, "--flash-attn -fa", "attention has one form here"),
-    Flag("", str, "--repeat-last-n", "penalties look at the whole text"),
-    Flag("", str, "--keep", "the text ends where the context is full"),
-    Flag("", bool, "--no-context-shift", "the text ends where the context is full", False),
-    Flag("", bool, "--mlock", MEMORY, False),
-    Flag("", bool, "--no-mmap", MEMORY, False),
-    Flag("", bool, "--check-tensors", MEMORY, False),
-    Flag("", str, "--prio", _SYSTEM),
-    Flag("", str, "--poll", _SYSTEM),
-    Flag("", str, "--numa", _SYSTEM),
-    Flag("", str, "--color -co", _LOOK),
-    Flag("", bool, "--log-disable", _LOOK, False),
-    Flag("", bool, "--verbose -v --log-verbose", _LOG, False),
-    Flag("", str, "--verbosity -lv --log-verbosity", _LOG),
-    Flag("", bool, "--no-warmup", "nothing is computed before the prompt", False),
-    Flag("", bool, "--jinja", "chat templates are always rendered by Jinja", False),
-    Flag("", bool, "--no-conversation -no-cnv", "generate continues a text, chat talks", False),
-)  # fmt: skip
-IGNORED = tuple(replace(flag, hidden=True) for flag in _IGNORED)
-IGNORED_BY_ONE = (  # by `generate` and `chat`, which have one request
-    Flag("", str, "--parallel -np", "there is one request", hidden=True),
-    Flag("", bool, "--simple-io", _LOOK, False, hidden=True),
+# without effect here: the reason, which a note gives -> the flags
+_WITHOUT_EFFECT = {
+    "drafts run on the threads of -t": Names(
+        valued="threads-draft -td --spec-draft-threads|threads-batch-draft -tbd",
+    ),
+    "prompts are computed on the threads of -t": Names(valued="threads-batch -tb"),
+    "the draft sees what the target sees; draft_kv_budget narrows it": Names(valued="ctx-size-draft -cd"),
+    "a draft of any length is verified": Names(valued="draft-min --draft-n-min --spec-draft-n-min"),
+    "siblings in speculative_config makes trees": Names(valued="draft-p-split --spec-draft-p-split"),
+    "K/V has one type for keys, values and the draft: use --kv-cache-dtype": Names(
+        valued=(
+            "cache-type-k -ctk|cache-type-v -ctv|cache-type-k-draft -ctkd --spec-draft-type-k|"
+            "cache-type-v-draft -ctvd --spec-draft-type-v"
+        ),
+    ),
+    "the KV cache has pages of one size, which all requests share": Names(
+        valued="defrag-thold -dt",
+        bare="kv-unified -kvu --no-kv-unified -no-kvu|swa-full",
+    ),
+    "K/V is on the device of its layer": Names(bare="kv-offload -kvo"),
+    "the engine sizes its steps itself": Names(valued="batch-size -b|ubatch-size -ub"),
+    "requests always share steps": Names(bare="cont-batching -cb"),
+    "attention has one form here": Names(valued="flash-attn -fa"),
+    "penalties look at the whole text": Names(valued="repeat-last-n"),
+    "the text ends where the context is full": Names(valued="keep", bare="no-context-shift"),
+    "weights are read from the file once and stay in memory": Names(bare="mlock|no-mmap|check-tensors"),
+    "the operating system places the threads of -t": Names(valued="prio|poll|numa"),
+    "the terminal is left as it is": Names(valued="color -co", bare="log-disable"),
+    "the log has one form": Names(valued="verbosity -lv --log-verbosity", bare="verbose -v --log-verbose"),
+    "nothing is computed before the prompt": Names(bare="no-warmup"),
+    "chat templates are always rendered by Jinja": Names(bare="jinja"),
+    "generate continues a text, chat talks": Names(bare="no-conversation -no-cnv"),
+}
+IGNORED = unsupported(_WITHOUT_EFFECT)
+IGNORED_BY_ONE = unsupported(  # by `generate` and `chat`, which have one request
+    {
+        "there is one request": Names(valued="parallel -np"),
+        "the terminal is left as it is": Names(bare="simple-io"),
+    }
 )
 
 OPTIONAL = {  # flags whose value older versions of llama.cpp do not have -> the values

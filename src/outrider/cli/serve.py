@@ -10,8 +10,8 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from importlib.util import find_spec
 from typing import Annotated, Any, get_type_hints
 
@@ -28,9 +28,9 @@ from outrider.cli.flags import (
     values_of,
     without_gpu_layers,
 )
-from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED, repeated
+from outrider.cli.serve_flags import ALIASES, IGNORED, REFUSED
 from outrider.cli.speculation import AUTO, config_of
-from outrider.cli.vllm import adapters, configured, nested, sized
+from outrider.cli.vllm import adapters, configured, nested, repeated, sized
 from outrider.errors import ConfigError
 
 PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client")  # of the extra `serve`
@@ -58,33 +58,59 @@ OBJECTS = {
 
 def serve(context: typer.Context) -> None:
     """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
+    about = """Serve a model with OpenAI's protocol.
+
+    Example:  outrider serve builtin --speculative-config '{"model": "builtin-draft"}' --port 8000
+    """
+    run_with_options(context, Command("outrider serve", about, start))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that loads a model with the options of `serve`.
+
+    name: with its program.  about: its help.
+    begin: called with ServerOptions, engine options, speculative_config, threads, and the values of `more`.
+    more: options of its own.  server: fields of ServerOptions that it has; None: all.
+    """
+
+    name: str
+    about: str
+    begin: Callable[..., None]
+    more: tuple[Flag, ...] = ()
+    server: tuple[str, ...] | None = None
+
+
+def run_with_options(context: typer.Context, command: Command) -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
-    app.command()(command())
+    app.command()(function_of(command))
     options = {
         name: each.opts[0] for each in get_command(app).params for name in (*each.opts, *each.secondary_opts)
     }
     words = sized(nested(configured(context.args, options), OBJECTS))
-    app(repeated(words, SEVERAL), prog_name="outrider serve", standalone_mode=False)
+    app(repeated(words, SEVERAL), prog_name=command.name, standalone_mode=False)
 
 
-def command() -> Callable[..., None]:
-    """The command with its options.  Apart from `serve`, because importing their classes takes seconds."""
+def function_of(command: Command) -> Callable[..., None]:
+    """The command with its options.  Made when it runs, because importing their classes takes seconds."""
     from outrider.config import EngineOptions, options
     from outrider.serve.options import ServerOptions
 
-    def serve(place: str | None, threads: int | None, **given: Any) -> None:
-        """Serve a model with OpenAI's protocol.
+    served = [
+        each.name for each in fields(ServerOptions) if command.server is None or each.name in command.server
+    ]
 
-        Example:  outrider serve builtin --speculative-config '{"model": "builtin-draft"}' --port 8000
-        """
+    def function(place: str | None, threads: int | None, **given: Any) -> None:
         for flag in REFUSED:
             if given.pop(flag.word) not in (None, False):
                 raise ConfigError(f"{flag.names.split()[0]} is not supported: {flag.help}.")
         note_ignored(IGNORED, given)
         config = config_of(values_of(SPECULATION, given), AUTO)
-        own = {field.name: given.pop(field.name) for field in fields(ServerOptions)}
+        more = {flag.field: given.pop(flag.word) for flag in command.more}
+        own = {name: given.pop(name) for name in served}
         own = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
-        own["allowed_origins"] = listed(own["allowed_origins"])
+        if "allowed_origins" in own:
+            own["allowed_origins"] = listed(own["allowed_origins"])
         own["lora_modules"] = adapters(own["lora_modules"])
         server = options(ServerOptions, own, "server option")
         if place is not None and given["model"] not in (None, place):
@@ -93,37 +119,31 @@ def command() -> Callable[..., None]:
         engine["max_model_len"] = given["max_model_len"] or None  # llama.cpp's -c 0
         if given["gpu_layers"] is not None:
             engine["gpu_layers"] = layers(given["gpu_layers"])
-        start(server, *without_gpu_layers(engine, config), threads)
+        command.begin(server, *without_gpu_layers(engine, config), threads, **more)
 
     argument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
     parameters = [
         inspect.Parameter("place", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=argument),
+        *(flag.parameter("Batch") for flag in command.more),
         *(flag.parameter("Speculation") for flag in SPECULATION),
         _flag("threads", int, "CPU threads; default: OMP_NUM_THREADS, or one per core.").parameter("Model"),
         *_parameters(EngineOptions, "Model"),
-        *_parameters(ServerOptions, "Server"),
+        *_parameters(ServerOptions, "Server", served),
         *(flag.parameter("Server") for flag in (*IGNORED, *REFUSED)),
     ]
-    serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return serve
+    function.__doc__ = command.about
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return function
 
 
 def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None) -> None:
     """Check packages and all options, then load and serve."""
-    if not all(map(find_spec, PACKAGES)):
-        raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
-    from outrider.config import EngineOptions, SpeculativeOptions
-    from outrider.parallel.start import check_launched, join, placed
+    check(options, engine, config, threads)
+    from outrider.parallel.start import join, placed
     from outrider.serve.run import Service, run
 
-    layout = EngineOptions(**engine).layout
-    SpeculativeOptions.of(config)
-    options.keys()
-    if threads is not None and threads < 1:
-        raise ConfigError(f"threads must be at least 1, got {threads}.")
     if placed() is not None and options.replicas > 1:
         raise ConfigError("--replicas starts processes of this machine: start it without a launcher.")
-    check_launched(layout)  # without it the other processes would wait for a rank 0 that serves alone
     if placed():
         join()  # one rank serves
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.WARNING, force=True)
@@ -138,11 +158,28 @@ def start(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, t
         run(service)
 
 
-def _parameters(kind: type[Any], panel: str) -> list[inspect.Parameter]:
-    """An option for every field of an options class."""
+def check(options: Any, engine: dict[str, Any], config: dict[str, Any] | None, threads: int | None) -> None:
+    """Raise ConfigError for missing packages and wrong options: before anything is loaded."""
+    if not all(map(find_spec, PACKAGES)):
+        raise ConfigError("the server needs more packages: pip install 'outrider[serve]'.")
+    from outrider.config import EngineOptions, SpeculativeOptions
+    from outrider.parallel.start import check_launched
+
+    layout = EngineOptions(**engine).layout
+    SpeculativeOptions.of(config)
+    options.keys()
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be at least 1, got {threads}.")
+    check_launched(layout)  # without it the other processes would wait for a rank 0 that serves alone
+
+
+def _parameters(kind: type[Any], panel: str, only: Sequence[str] | None = None) -> list[inspect.Parameter]:
+    """An option for every field of an options class, or for some."""
     help, hints = documented(kind), get_type_hints(kind)
     made = []
     for field in fields(kind):
+        if only is not None and field.name not in only:
+            continue
         hint, default = hints[field.name], field.default
         if field.name == "gpu_layers":
             hint = str  # a number, or llama.cpp's all and auto

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import replace
-
-from outrider.cli import llama_cpp, vllm
-from outrider.cli.flag import Flag
-from outrider.cli.llama_cpp import MEMORY, STEP
+from outrider.cli import llama_cpp
+from outrider.cli.flag import Names, unsupported
 
 ALIASES = {  # field -> further names of its option
     "model": "-m",
@@ -30,224 +26,249 @@ ALIASES = {  # field -> further names of its option
     "ssl_keyfile": "--ssl-key-file",
 }
 
-_FILES = "the files of the model decide"
-_BACKEND = "the backend chooses its kernels"
-_HTTP = "one process answers HTTP"
-_KV = "the KV cache has pages of one size, which all requests share"
-_PAGES = "pages of --allowed-origins may send GET and POST, with any headers"
-_TEXT = "models take and make text"
-_SYSTEM = "the operating system places the threads of -t"
-_LOG = "the log has one form"
-_IGNORED = (  # without effect here; the help is the reason
-    Flag("", bool, "--enforce-eager --no-enforce-eager", _BACKEND, False),
-    Flag("", bool, "--disable-custom-all-reduce", _BACKEND, False),
-    Flag("", str, "--attention-backend", _BACKEND),
-    Flag("", str, "--compilation-config -cc", _BACKEND),
-    Flag("", str, "--optimization-level -O", _BACKEND),
-    Flag("", str, "--max-seq-len-to-capture", _BACKEND),
-    Flag("", str, "--cuda-graph-sizes", _BACKEND),
-    Flag("", bool, "--disable-cascade-attn", _BACKEND, False),
-    Flag("", bool, "--perf --no-perf", _BACKEND, False),
-    Flag("", bool, "--repack --no-repack -nr", _BACKEND, False),
-    Flag("", bool, "--op-offload --no-op-offload", _BACKEND, False),
-    Flag("", str, "--swap-space", "preempted requests are computed again"),
-    Flag("", str, "--block-size", _KV),
-    Flag("", bool, "--enable-chunked-prefill --no-enable-chunked-prefill",
-         "long prompts are always computed in chunks", False),
-    Flag("", bool, "--async-scheduling --no-async-scheduling", STEP, False),
-    Flag("", str, "--num-scheduler-steps", STEP),
-    Flag("", bool, "--multi-step-stream-outputs", STEP, False),
-    Flag("", str, "--num-lookahead-slots", STEP),
-    Flag("", str, "--scheduler-delay-factor", STEP),
-    Flag("", str, "--max-num-partial-prefills", STEP),
-    Flag("", str, "--max-long-partial-prefills", STEP),
-    Flag("", str, "--long-prefill-token-threshold", STEP),
-    Flag("", bool, "--disable-async-output-proc", "the engine has a thread of its own", False),
-    Flag("", str, "--preemption-mode", "preempted requests are computed again"),
-    Flag("", bool, "--use-v2-block-manager", _KV, False),
-    Flag("", bool, "--disable-hybrid-kv-cache-manager", _KV, False),
-    Flag("", str, "--prefix-caching-hash-algo", _KV),
-    Flag("", str, "--cache-ram -cram", _KV),
-    Flag("", str, "--cache-reuse", "only the beginning of a prompt is reused"),
-    Flag("", str, "--ctx-checkpoints --swa-checkpoints -ctxcp", _KV),
-    Flag("", str, "--slot-prompt-similarity -sps", _KV),
-    Flag("", str, "--scheduling-policy", "the field priority of a request always counts"),
-    Flag("", str, "--distributed-executor-backend", "every rank is a process"),
-    Flag("", str, "--load-format", _FILES),
-    Flag("", str, "--config-format", _FILES),
-    Flag("", str, "--model-impl", _FILES),
-    Flag("", str, "--model-loader-extra-config", _FILES),
-    Flag("", str, "--safetensors-load-strategy", _FILES),
-    Flag("", str, "--ignore-patterns", _FILES),
-    Flag("", bool, "--calculate-kv-scales", _FILES, False),
-    Flag("", str, "--lora-extra-vocab-size", _FILES),
-    Flag("", str, "--lora-dtype", _FILES),
-    Flag("", str, "--max-parallel-loading-workers", MEMORY),
-    Flag("", bool, "--use-tqdm-on-load --no-use-tqdm-on-load", MEMORY, False),
-    Flag("", bool, "--mmap", MEMORY, False),
-    Flag("", str, "--tokenizer-mode", _FILES),
-    Flag("", str, "--task", _TEXT),
-    Flag("", str, "--runner", _TEXT),
-    Flag("", str, "--convert", _TEXT),
-    Flag("", str, "--limit-mm-per-prompt", _TEXT),
-    Flag("", str, "--mm-processor-kwargs", _TEXT),
-    Flag("", str, "--mm-processor-cache-gb", _TEXT),
-    Flag("", bool, "--disable-mm-preprocessor-cache", _TEXT, False),
-    Flag("", bool, "--skip-mm-profiling", _TEXT, False),
-    Flag("", str, "--allowed-local-media-path", _TEXT),
-    Flag("", bool, "--no-mmproj", _TEXT, False),
-    Flag("", bool, "--disable-log-requests", "prompts are in the log with --log-requests only", False),
-    Flag("", bool, "--disable-log-stats", "--log-interval sets how often throughput is in the log", False),
-    Flag("", bool, "--disable-uvicorn-access-log", "the log has a line for each request", False),
-    Flag("", str, "--disable-access-log-for-endpoints", "the log has a line for each request"),
-    Flag("", str, "--max-log-len", "prompts are in the log with --log-requests only"),
-    Flag("", str, "--log-colors", _LOG),
-    Flag("", bool, "--log-prefix --no-log-prefix", _LOG, False),
-    Flag("", bool, "--log-timestamps --no-log-timestamps", _LOG, False),
-    Flag("", str, "--uvicorn-log-level", "uvicorn's warnings are in the log"),
-    Flag("", bool, "--disable-frontend-multiprocessing", _HTTP, False),
-    Flag("", str, "--api-server-count", _HTTP),
-    Flag("", str, "--allowed-methods", _PAGES),
-    Flag("", str, "--allowed-headers", _PAGES),
-    Flag("", bool, "--allow-credentials", _PAGES, False),
-    Flag("", bool, "--enable-auto-tool-choice", "the calls in every answer with tools are parsed", False),
-    Flag("", str, "--chat-template-content-format", "the text parts of a message are joined"),
-    Flag("", str, "--response-role", "the role of an answer is assistant"),
-    Flag("", str, "--guided-decoding-backend", "one library compiles all grammars"),
-    Flag("", str, "--structured-outputs-config", "one library compiles all grammars"),
-    Flag("", bool, "--exclude-tools-when-tool-choice-none",
-         'with tool_choice "none" the template has no tools', False),
-    Flag("", str, "--max-cpu-loras", "--max-loras adapters are in memory"),
-    Flag("", bool, "--fully-sharded-loras", "-tp divides every layer", False),
-    Flag("", bool, "--enable-expert-parallel -ep", "-tp divides every layer", False),
-    Flag("", str, "--show-hidden-metrics-for-version", "/metrics has all metrics"),
-    Flag("", bool, "--enable-server-load-tracking", "/load is always served", False),
-    Flag("", bool, "--disable-fastapi-docs", "/openapi.json needs no key, as it has no data", False),
-    Flag("", bool, "--enable-prompt-tokens-details", "usage always has them", False),
-    Flag("", bool, "--no-webui --no-ui --webui --ui", "the page at / is always served", False),
-    Flag("", bool, "--enable-reasoning", "--reasoning-parser does it", False),
-    Flag("", str, "--cpu-mask -C", _SYSTEM),
-    Flag("", str, "--cpu-range -Cr", _SYSTEM),
-    Flag("", str, "--cpu-strict", _SYSTEM),
-    Flag("", bool, "--metrics", "/metrics is always served", False),
-    Flag("", bool, "--slots --no-slots", "/metrics has the number of running requests", False),
-    Flag("", str, "--threads-http", _HTTP),
-)  # fmt: skip
-IGNORED = (*(replace(flag, hidden=True) for flag in _IGNORED), *vllm.IGNORED, *llama_cpp.IGNORED)
+# without effect here: the reason, which a note gives -> the flags
+_WITHOUT_EFFECT = {
+    "the backend chooses its kernels": Names(
+        valued=(
+            "attention-backend|compilation-config -cc|optimization-level -O|max-seq-len-to-capture|"
+            "cuda-graph-sizes|attention-config -ac|kernel-config|additional-config|"
+            "override-attention-dtype|cudagraph-capture-sizes|max-cudagraph-capture-size|moe-backend|"
+            "linear-backend|performance-mode"
+        ),
+        bare=(
+            "enforce-eager --no-enforce-eager|disable-custom-all-reduce|disable-cascade-attn|"
+            "perf --no-perf|repack --no-repack -nr|op-offload --no-op-offload|specialize-active-lora|"
+            "enable-flashinfer-autotune --no-enable-flashinfer-autotune"
+        ),
+    ),
+    "preempted requests are computed again": Names(valued="swap-space|preemption-mode"),
+    "the KV cache has pages of one size, which all requests share": Names(
+        valued=(
+            "block-size|prefix-caching-hash-algo|cache-ram -cram|ctx-checkpoints --swa-checkpoints -ctxcp|"
+            "slot-prompt-similarity -sps"
+        ),
+        bare="use-v2-block-manager|disable-hybrid-kv-cache-manager",
+    ),
+    "long prompts are always computed in chunks": Names(
+        bare="enable-chunked-prefill --no-enable-chunked-prefill",
+    ),
+    "the engine sizes its steps itself": Names(
+        valued=(
+            "num-scheduler-steps|num-lookahead-slots|scheduler-delay-factor|max-num-partial-prefills|"
+            "max-long-partial-prefills|long-prefill-token-threshold|dbo-decode-token-threshold|"
+            "dbo-prefill-token-threshold"
+        ),
+        bare="async-scheduling --no-async-scheduling|multi-step-stream-outputs|enable-dbo",
+    ),
+    "the engine has a thread of its own": Names(bare="disable-async-output-proc"),
+    "only the beginning of a prompt is reused": Names(valued="cache-reuse"),
+    "the field priority of a request always counts": Names(valued="scheduling-policy"),
+    "every rank is a process": Names(valued="distributed-executor-backend"),
+    "the files of the model decide": Names(
+        valued=(
+            "load-format|config-format|model-impl|model-loader-extra-config|safetensors-load-strategy|"
+            "ignore-patterns|lora-extra-vocab-size|lora-dtype|tokenizer-mode|pt-load-map-location"
+        ),
+        bare="calculate-kv-scales|allow-deprecated-quantization|enable-lora-bias",
+    ),
+    "weights are read from the file once and stay in memory": Names(
+        valued="max-parallel-loading-workers",
+        bare="use-tqdm-on-load --no-use-tqdm-on-load|mmap",
+    ),
+    "models take and make text": Names(
+        valued=(
+            "task|runner|convert|limit-mm-per-prompt|mm-processor-kwargs|mm-processor-cache-gb|"
+            "allowed-local-media-path|media-io-kwargs|allowed-media-domains|mm-processor-cache-type|"
+            "mm-shm-cache-max-object-size-mb|mm-encoder-tp-mode|mm-encoder-attn-backend|video-pruning-rate|"
+            "default-mm-loras"
+        ),
+        bare=(
+            "disable-mm-preprocessor-cache|skip-mm-profiling|no-mmproj|language-model-only|mm-encoder-only|"
+            "interleave-mm-strings|enable-mm-embeds|disable-chunked-mm-input|enable-tower-connector-lora"
+        ),
+    ),
+    "prompts are in the log with --log-requests only": Names(
+        valued="max-log-len",
+        bare="disable-log-requests",
+    ),
+    "--log-interval sets how often throughput is in the log": Names(bare="disable-log-stats"),
+    "the log has a line for each request": Names(
+        valued="disable-access-log-for-endpoints",
+        bare="disable-uvicorn-access-log",
+    ),
+    "the log has one form": Names(
+        valued="log-colors",
+        bare=(
+            "log-prefix --no-log-prefix|log-timestamps --no-log-timestamps|aggregate-engine-logging|"
+            "log-error-stack|enable-log-deltas --no-enable-log-deltas"
+        ),
+    ),
+    "uvicorn's warnings are in the log": Names(valued="uvicorn-log-level"),
+    "one process answers HTTP": Names(
+        valued="api-server-count|threads-http|renderer-num-workers",
+        bare="disable-frontend-multiprocessing",
+    ),
+    "pages of --allowed-origins may send GET and POST, with any headers": Names(
+        valued="allowed-methods|allowed-headers",
+        bare="allow-credentials",
+    ),
+    "the calls in every answer with tools are parsed": Names(bare="enable-auto-tool-choice"),
+    "the text parts of a message are joined": Names(valued="chat-template-content-format"),
+    "the role of an answer is assistant": Names(valued="response-role"),
+    "one library compiles all grammars": Names(
+        valued="guided-decoding-backend|structured-outputs-config",
+        bare="guided-decoding-disable-fallback",
+    ),
+    'with tool_choice "none" the template has no tools': Names(bare="exclude-tools-when-tool-choice-none"),
+    "--max-loras adapters are in memory": Names(valued="max-cpu-loras"),
+    "-tp divides every layer": Names(
+        valued=(
+            "decode-context-parallel-size -dcp|prefill-context-parallel-size -pcp|all2all-backend|"
+            "eplb-config|expert-placement-strategy|num-redundant-experts"
+        ),
+        bare="fully-sharded-loras|enable-expert-parallel -ep|enable-eplb",
+    ),
+    "/metrics has all metrics": Names(
+        valued="show-hidden-metrics-for-version|collect-detailed-traces|kv-cache-metrics-sample",
+        bare=(
+            "kv-cache-metrics|cudagraph-metrics|enable-mfu-metrics|enable-layerwise-nvtx-tracing|"
+            "enable-logging-iteration-details"
+        ),
+    ),
+    "/load is always served": Names(bare="enable-server-load-tracking"),
+    "/openapi.json needs no key, as it has no data": Names(bare="disable-fastapi-docs"),
+    "usage always has them": Names(bare="enable-prompt-tokens-details"),
+    "the page at / is always served": Names(bare="no-webui --no-ui --webui --ui"),
+    "--reasoning-parser does it": Names(bare="enable-reasoning"),
+    "the operating system places the threads of -t": Names(valued="cpu-mask -C|cpu-range -Cr|cpu-strict"),
+    "/metrics is always served": Names(bare="metrics"),
+    "/metrics has the number of running requests": Names(bare="slots --no-slots"),
+    "K/V has one form for all layers and models": Names(
+        valued=(
+            "mamba-cache-dtype|mamba-ssm-cache-dtype|mamba-block-size|mamba-cache-mode|"
+            "dcp-kv-cache-interleave-size|cp-kv-cache-interleave-size"
+        ),
+        bare="kv-sharing-fast-prefill",
+    ),
+    "every rank and every replica is a process": Names(
+        valued="data-parallel-backend -dpb",
+        bare="worker-use-ray|disable-nccl-for-dp-synchronization",
+    ),
+    "/openapi.json describes the routes": Names(bare="enable-offline-docs"),
+    "responses have no system_fingerprint": Names(valued="fingerprint-mode|fingerprint-value"),
+    "headers have 64 KiB, and bodies --max-body-bytes": Names(
+        valued="h11-max-incomplete-event-size|h11-max-header-count",
+    ),
+}
+IGNORED = (*unsupported(_WITHOUT_EFFECT), *llama_cpp.IGNORED)
 
-NEW_SPELLING = """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'"""
-_REQUEST = "use --override-generation-config, such as '{\"temperature\": 0.6}', or give it in the requests"
-_RULE = "it is no sampling parameter here: leave it out"
-_LAYERS = "use --gpu-layers N, which keeps the other layers on the CPU"
-_MACHINES = "start the command on each machine with torchrun, and give -tp or -pp"
-_OTHERS = "start a server with --replicas N on each machine"
-_FILE = "download the file, and give its path as MODEL"
-_REASONING = "use --reasoning-parser auto, or leave it out"
-_COPY = "change config.json in a copy of the model's folder"
-_PROXY = "put a proxy in front of the server"
-_REFUSED = (  # what would be missed; the help is the cure
-    *(Flag("", str, f"--{name}", NEW_SPELLING) for name in (
-        "speculative-model", "num-speculative-tokens", "ngram-prompt-lookup-max", "ngram-prompt-lookup-min",
-        "speculative-draft-tensor-parallel-size", "speculative-disable-by-batch-size",
-        "speculative-max-model-len", "speculative-model-quantization", "spec-decoding-acceptance-method",
-        "spec-type",
-    )),
-    *(Flag("", str, f"--{name}", _REQUEST) for name in (
-        "n-predict -n --predict", "temp --temperature", "top-k", "top-p",
-        "min-p", "repeat-penalty", "presence-penalty", "frequency-penalty", "logit-bias -l",
-        "reverse-prompt -r", "grammar", "grammar-file", "json-schema -j", "json-schema-file -jf",
-        "chat-template-kwargs",
-    )),
-    Flag("", bool, "--ignore-eos", _REQUEST, False),
-    Flag("", bool, "--special -sp", "give skip_special_tokens in the requests", False),
-    Flag("", bool, "--guided-decoding-disable-any-whitespace",
-         "give structured_outputs with disable_any_whitespace in the requests", False),
-    *(Flag("", str, f"--{name}", _RULE) for name in (
-        "samplers", "sampler-seq --sampling-seq", "typical --typical-p", "top-nsigma --top-n-sigma",
-        "mirostat", "xtc-probability", "dry-multiplier", "dynatemp-range", "logits-processors",
-        "logits-processor-pattern",
-    )),
-    *(Flag("", str, f"--{name}", _REASONING) for name in (
-        "reasoning-format", "reasoning -rea",
-    )),
-    Flag("", str, "--reasoning-budget", "use max_tokens in the requests"),
-    Flag("", bool, "--return-tokens-as-token-ids", "it is a field of requests: leave it out", False),
-    *(Flag("", str, f"--{name}", _COPY) for name in (
-        "hf-overrides", "rope-scaling", "rope-theta", "rope-scale", "rope-freq-base", "rope-freq-scale",
-        "yarn-orig-ctx", "override-kv",
-    )),
-    *(Flag("", str, f"--{name}", _LAYERS) for name in (
-        "cpu-offload-gb", "override-tensor -ot", "n-cpu-moe -ncmoe",
-    )),
-    Flag("", bool, "--cpu-moe -cmoe", _LAYERS, False),
-    Flag("", bool, "--no-kv-offload -nkvo", _LAYERS, False),
-    *(Flag("", str, f"--{name}", _MACHINES) for name in (
-        "nnodes", "node-rank", "master-addr", "master-port", "rpc",
-    )),
-    Flag("", str, "--data-parallel-size-local -dpl", _OTHERS),
-    Flag("", str, "--data-parallel-address -dpa", _OTHERS),
-    Flag("", str, "--num-gpu-blocks-override", "use --kv-cache-memory-bytes"),
-    Flag("", str, "--kv-transfer-config", "K/V stays in its process: leave it out"),
-    Flag("", str, "--slot-save-path", "K/V stays in its process: leave it out"),
-    Flag("", bool, "--context-shift", "the text ends where the context is full: leave it out", False),
-    Flag("", bool, "--no-cont-batching -nocb", "use --max-num-seqs 1", False),
-    Flag("", str, "--split-mode -sm", "use -tp N"),
-    Flag("", str, "--tensor-split -ts", "use -tp N"),
-    Flag("", str, "--main-gpu -mg", "use --device cuda:N"),
-    Flag("", str, "--timeout -to", "use --request-timeout"),
-    Flag("", str, "--download-dir", "set the environment variable HF_HOME"),
-    Flag("", str, "--hf-token -hft", "set the environment variable HF_TOKEN"),
-    Flag("", bool, "--offline", "set the environment variable HF_HUB_OFFLINE=1", False),
-    Flag("", str, "--hf-file -hff", _FILE),
-    Flag("", str, "--model-url -mu", _FILE),
-    Flag("", str, "--models-dir", "start a server for each model"),
-    Flag("", str, "--tokenizer-revision", "--revision is the tokenizer's, too"),
-    Flag("", str, "--code-revision", "--revision is the code's, too"),
-    Flag("", bool, "--skip-tokenizer-init", "give token ids in the requests: leave it out", False),
-    Flag("", str, "--lookup-cache-static -lcs", "use --method suffix"),
-    Flag("", str, "--lookup-cache-dynamic -lcd", "use --method suffix"),
-    Flag("", str, "--lora", "use --enable-lora --lora-modules NAME=PATH"),
-    Flag("", str, "--lora-scaled", "use --enable-lora --lora-modules NAME=PATH"),
-    Flag("", str, "--tool-parser-plugin", "use --tool-call-parser"),
-    Flag("", str, "--middleware", _PROXY),
-    Flag("", str, "--uds", _PROXY),
-    Flag("", str, "--path", _PROXY),
-    Flag("", bool, "--enable-request-id-headers", _PROXY, False),
-    Flag("", str, "--cors-origins", "use --allowed-origins"),
-    Flag("", str, "--ssl-ca-certs", f"{_PROXY}, which checks the certificates of clients"),
-    Flag("", str, "--ssl-cert-reqs", f"{_PROXY}, which checks the certificates of clients"),
-    Flag("", str, "--ssl-ciphers", _PROXY),
-    Flag("", bool, "--enable-ssl-refresh", _PROXY, False),
-    Flag("", str, "--log-file", "redirect standard error to a file"),
-    Flag("", str, "--log-config-file", "redirect standard error to a file"),
-    Flag("", bool, "--enable-log-outputs", "the log has no texts of answers: leave it out", False),
-    Flag("", bool, "--enable-sleep-mode", "stop the server to free its memory", False),
-    Flag("", str, "--mmproj -mm", "the server generates text"),
-    Flag("", bool, "--enable-prompt-embeds", "give token ids or text in the requests", False),
-    Flag("", str, "--pooling", "the server generates text"),
-    Flag("", bool, "--embedding --embeddings", "the server generates text", False),
-    Flag("", bool, "--reranking --rerank", "the server generates text", False),
-)  # fmt: skip
-REFUSED = (*(replace(flag, hidden=True) for flag in _REFUSED), *vllm.REFUSED)
-
-
-def repeated(words: Sequence[str], options: Container[str]) -> list[str]:
-    """Arguments in which every value has its option: `--api-key a b` as `--api-key a --api-key b`.
-
-    options: those that may be given several times.  Only where MODEL is the first word, or --model is given,
-    since `b` could be MODEL otherwise.
-    """
-    has_model = any(word.split("=")[0] in ("--model", "-m") for word in words)
-    if not words or (words[0].startswith("-") and not has_model):
-        return [*words]
-    made: list[str] = []
-    option, has_value = "", False  # the last one that may have several values
-    for word in words:
-        if option and not has_value:
-            has_value = True  # a value may begin with a dash
-        elif word.startswith("-"):
-            option, has_value = word if word.replace("_", "-") in options else "", False
-        elif option:
-            made.append(option)
-        made.append(word)
-    return made
+# whose effect would be missed: what to do instead -> the flags
+_WITH_EFFECT = {
+    """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'""": Names(
+        valued=(
+            "speculative-model|num-speculative-tokens|ngram-prompt-lookup-max|ngram-prompt-lookup-min|"
+            "speculative-draft-tensor-parallel-size|speculative-disable-by-batch-size|"
+            "speculative-max-model-len|speculative-model-quantization|spec-decoding-acceptance-method|"
+            "spec-type|typical-acceptance-sampler-posterior-threshold|"
+            "typical-acceptance-sampler-posterior-alpha"
+        ),
+        bare="speculative-disable-mqa-scorer|disable-logprobs-during-spec-decoding",
+    ),
+    """use --override-generation-config, such as '{"temperature": 0.6}', or give it in the requests""": Names(
+        valued=(
+            "n-predict -n --predict|temp --temperature|top-k|top-p|min-p|repeat-penalty|presence-penalty|"
+            "frequency-penalty|logit-bias -l|reverse-prompt -r|grammar|grammar-file|json-schema -j|"
+            "json-schema-file -jf|chat-template-kwargs"
+        ),
+        bare="ignore-eos",
+    ),
+    "give skip_special_tokens in the requests": Names(bare="special -sp"),
+    "give structured_outputs with disable_any_whitespace in the requests": Names(
+        bare="guided-decoding-disable-any-whitespace",
+    ),
+    "it is no sampling parameter here: leave it out": Names(
+        valued=(
+            "samplers|sampler-seq --sampling-seq|typical --typical-p|top-nsigma --top-n-sigma|mirostat|"
+            "xtc-probability|dry-multiplier|dynatemp-range|logits-processors|logits-processor-pattern"
+        ),
+    ),
+    "use --reasoning-parser auto, or leave it out": Names(valued="reasoning-format|reasoning -rea"),
+    "give thinking_token_budget in the requests": Names(valued="reasoning-budget"),
+    "it is a field of requests: leave it out": Names(bare="return-tokens-as-token-ids"),
+    "change config.json in a copy of the model's folder": Names(
+        valued=(
+            "hf-overrides|rope-scaling|rope-theta|rope-scale|rope-freq-base|rope-freq-scale|yarn-orig-ctx|"
+            "override-kv|hf-config-path"
+        ),
+    ),
+    "use --gpu-layers N, which keeps the other layers on the CPU": Names(
+        valued="cpu-offload-gb|override-tensor -ot|n-cpu-moe -ncmoe",
+        bare="cpu-moe -cmoe|no-kv-offload -nkvo",
+    ),
+    "start the command on each machine with torchrun, and give -tp or -pp": Names(
+        valued="nnodes|node-rank|master-addr|master-port|rpc",
+    ),
+    "start a server with --replicas N on each machine": Names(
+        valued=(
+            "data-parallel-size-local -dpl|data-parallel-address -dpa|data-parallel-rank -dpn|"
+            "data-parallel-start-rank -dpr|data-parallel-rpc-port -dpp"
+        ),
+        bare="headless|data-parallel-hybrid-lb -dph|data-parallel-external-lb -dpe",
+    ),
+    "use --kv-cache-memory-bytes": Names(valued="num-gpu-blocks-override"),
+    "K/V stays in its process: leave it out": Names(
+        valued=(
+            "kv-transfer-config|slot-save-path|kv-events-config|ec-transfer-config|kv-offloading-size|"
+            "kv-offloading-backend"
+        ),
+    ),
+    "the text ends where the context is full: leave it out": Names(bare="context-shift"),
+    "use --max-num-seqs 1": Names(bare="no-cont-batching -nocb"),
+    "use -tp N": Names(valued="split-mode -sm|tensor-split -ts"),
+    "use --device cuda:N": Names(valued="main-gpu -mg"),
+    "use --request-timeout": Names(valued="timeout -to"),
+    "set the environment variable HF_HOME": Names(valued="download-dir"),
+    "set the environment variable HF_TOKEN": Names(valued="hf-token -hft"),
+    "set the environment variable HF_HUB_OFFLINE=1": Names(bare="offline"),
+    "download the file, and give its path as MODEL": Names(valued="hf-file -hff|model-url -mu"),
+    "start a server for each model": Names(valued="models-dir"),
+    "--revision is the tokenizer's, too": Names(valued="tokenizer-revision"),
+    "--revision is the code's, too": Names(valued="code-revision"),
+    "give token ids in the requests: leave it out": Names(bare="skip-tokenizer-init"),
+    "use --method suffix": Names(valued="lookup-cache-static -lcs|lookup-cache-dynamic -lcd"),
+    "use --enable-lora --lora-modules NAME=PATH": Names(
+        valued="lora|lora-scaled|qlora-adapter-name-or-path",
+    ),
+    "use --tool-call-parser": Names(valued="tool-parser-plugin"),
+    "put a proxy in front of the server": Names(
+        valued="middleware|path|ssl-ciphers",
+        bare="enable-request-id-headers|enable-ssl-refresh",
+    ),
+    "use --allowed-origins": Names(valued="cors-origins"),
+    "put a proxy in front of the server, which checks the certificates of clients": Names(
+        valued="ssl-ca-certs|ssl-cert-reqs",
+    ),
+    "redirect standard error to a file": Names(valued="log-file|log-config-file"),
+    "the log has no texts of answers: leave it out": Names(bare="enable-log-outputs"),
+    "stop the server to free its memory": Names(bare="enable-sleep-mode"),
+    "the server generates text": Names(
+        valued="mmproj -mm|pooling|pooler-config|override-pooler-config",
+        bare="embedding --embeddings|reranking --rerank",
+    ),
+    "give token ids or text in the requests": Names(bare="enable-prompt-embeds"),
+    "its classes are vLLM's: leave it out": Names(
+        valued="worker-cls|worker-extension-cls|scheduler-cls|io-processor-plugin",
+    ),
+    "use one of the formats of --reasoning-parser": Names(valued="reasoning-parser-plugin|reasoning-config"),
+    "use --max-model-len with the size of the window": Names(bare="disable-sliding-window"),
+    "the client calls the tools: leave it out": Names(valued="tool-server"),
+    'give "additionalProperties": false in the schemas': Names(
+        bare="guided-decoding-disable-additional-properties",
+    ),
+    "start the server again with the new weights": Names(valued="weight-transfer-config"),
+    "/metrics has the times of all requests: leave it out": Names(bare="enable-per-request-metrics"),
+    "/tokenize has the tokens of a text: leave it out": Names(bare="enable-tokenizer-info-endpoint"),
+    "give token ids as prompt, with return_token_ids: leave it out": Names(bare="tokens-only"),
+    "no profile is made: leave it out": Names(valued="profiler-config", bare="ray-workers-use-nsight"),
+}
+REFUSED = unsupported(_WITH_EFFECT)

@@ -12,7 +12,7 @@ from typer import Option
 
 from outrider.cli.arguments import Drafts, Target, Temperature, bar_over, check_file, named, with_prompts
 from outrider.cli.flags import MAX_TOKENS, OUT, SEED, Given, shared
-from outrider.errors import ConfigError, write_fault
+from outrider.errors import saving
 
 
 @shared
@@ -43,10 +43,8 @@ def search(
     llm, prompts = with_prompts(named(engine, target), asked, params, max_num_seqs=1)
     with bar_over(minutes, "Searching", console) as tick:
         outcome = Search(llm, prompts, params, minutes).run(asked_for, tick)
-    try:
+    with saving("setting", out):
         out.expanduser().write_text(json.dumps(outcome.config, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the setting cannot be written to {str(out)!r}: {write_fault(error)}") from error
     show_ranking(outcome, out, llm.engine.exact, console)
     if outcome.changed:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What `vllm serve` reads beyond the options of `outrider serve`: further flags, and spellings of values."""
+"""Spellings of arguments that `vllm serve` reads, in the form that the options of `outrider serve` have."""
 
 from __future__ import annotations
 
@@ -7,107 +7,8 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from outrider.cli.flag import Flag
-from outrider.cli.llama_cpp import STEP
 from outrider.core.validate import text_of
 from outrider.errors import ConfigError, first_line
-
-_BACKEND = "the backend chooses its kernels"
-_FILES = "the files of the model decide"
-_KV = "K/V has one form for all layers and models"
-_LOG = "the log has one form"
-_METRICS = "/metrics has all metrics"
-_RANKS = "every rank and every replica is a process"
-_SHARES = "-tp divides every layer"
-_TEXT = "models take and make text"
-_DOCS = "/openapi.json describes the routes"
-
-# of vLLM, without effect here: reason -> flags with a value; flags without one
-_WITHOUT_EFFECT = {
-    _BACKEND: (
-        "attention-config -ac|kernel-config|additional-config|override-attention-dtype|"
-        "cudagraph-capture-sizes|max-cudagraph-capture-size|moe-backend|linear-backend|performance-mode",
-        "specialize-active-lora|enable-flashinfer-autotune --no-enable-flashinfer-autotune",
-    ),
-    _FILES: ("pt-load-map-location", "allow-deprecated-quantization|enable-lora-bias"),
-    _KV: (
-        "mamba-cache-dtype|mamba-ssm-cache-dtype|mamba-block-size|mamba-cache-mode|"
-        "dcp-kv-cache-interleave-size|cp-kv-cache-interleave-size",
-        "kv-sharing-fast-prefill",
-    ),
-    _LOG: ("", "aggregate-engine-logging|log-error-stack|enable-log-deltas --no-enable-log-deltas"),
-    _METRICS: (
-        "collect-detailed-traces|kv-cache-metrics-sample",
-        "kv-cache-metrics|cudagraph-metrics|enable-mfu-metrics|enable-layerwise-nvtx-tracing|"
-        "enable-logging-iteration-details",
-    ),
-    _RANKS: ("data-parallel-backend -dpb", "worker-use-ray|disable-nccl-for-dp-synchronization"),
-    _SHARES: (
-        "decode-context-parallel-size -dcp|prefill-context-parallel-size -pcp|all2all-backend|eplb-config|"
-        "expert-placement-strategy|num-redundant-experts",
-        "enable-eplb",
-    ),
-    STEP: ("dbo-decode-token-threshold|dbo-prefill-token-threshold", "enable-dbo"),
-    _TEXT: (
-        "media-io-kwargs|allowed-media-domains|mm-processor-cache-type|mm-shm-cache-max-object-size-mb|"
-        "mm-encoder-tp-mode|mm-encoder-attn-backend|video-pruning-rate|default-mm-loras",
-        "language-model-only|mm-encoder-only|interleave-mm-strings|enable-mm-embeds|disable-chunked-mm-input|"
-        "enable-tower-connector-lora",
-    ),
-    _DOCS: ("", "enable-offline-docs"),
-    "one process answers HTTP": ("renderer-num-workers", ""),
-    "one library compiles all grammars": ("", "guided-decoding-disable-fallback"),
-    "responses have no system_fingerprint": ("fingerprint-mode|fingerprint-value", ""),
-    "headers have 64 KiB, and bodies --max-body-bytes": (
-        "h11-max-incomplete-event-size|h11-max-header-count",
-        "",
-    ),
-}
-_MACHINES = "start a server with --replicas N on each machine"
-_CLASSES = "its classes are vLLM's: leave it out"
-# of vLLM, whose effect would be missed: what to do instead -> flags with a value; flags without one
-_REFUSED = {
-    """use --speculative-config, such as '{"model": "…", "num_speculative_tokens": 5}'""": (
-        "typical-acceptance-sampler-posterior-threshold|typical-acceptance-sampler-posterior-alpha",
-        "speculative-disable-mqa-scorer|disable-logprobs-during-spec-decoding",
-    ),
-    _MACHINES: (
-        "data-parallel-rank -dpn|data-parallel-start-rank -dpr|data-parallel-rpc-port -dpp",
-        "headless|data-parallel-hybrid-lb -dph|data-parallel-external-lb -dpe",
-    ),
-    _CLASSES: ("worker-cls|worker-extension-cls|scheduler-cls|io-processor-plugin", ""),
-    "K/V stays in its process: leave it out": (
-        "kv-events-config|ec-transfer-config|kv-offloading-size|kv-offloading-backend",
-        "",
-    ),
-    "the server generates text": ("pooler-config|override-pooler-config", ""),
-    "use one of the formats of --reasoning-parser": ("reasoning-parser-plugin|reasoning-config", ""),
-    "change config.json in a copy of the model's folder": ("hf-config-path", ""),
-    "use --max-model-len with the size of the window": ("", "disable-sliding-window"),
-    "the client calls the tools: leave it out": ("tool-server", ""),
-    'give "additionalProperties": false in the schemas': (
-        "",
-        "guided-decoding-disable-additional-properties",
-    ),
-    "start the server again with the new weights": ("weight-transfer-config", ""),
-    "/metrics has the times of all requests: leave it out": ("", "enable-per-request-metrics"),
-    "/tokenize has the tokens of a text: leave it out": ("", "enable-tokenizer-info-endpoint"),
-    "give token ids as prompt, with return_token_ids: leave it out": ("", "tokens-only"),
-    "no profile is made: leave it out": ("profiler-config", "ray-workers-use-nsight"),
-    "use --enable-lora --lora-modules NAME=PATH": ("qlora-adapter-name-or-path", ""),
-}
-
-
-def _flags(table: dict[str, tuple[str, str]]) -> tuple[Flag, ...]:
-    made = []
-    for help, (valued, bare) in table.items():
-        made += [Flag("", str, f"--{names}", help, hidden=True) for names in valued.split("|") if names]
-        made += [Flag("", bool, f"--{names}", help, False, hidden=True) for names in bare.split("|") if names]
-    return tuple(made)
-
-
-IGNORED = _flags(_WITHOUT_EFFECT)
-REFUSED = _flags(_REFUSED)
 
 FILE = "--config"
 SIZES = ("--max-model-len", "--ctx-size", "-c", "--max-num-batched-tokens", "--kv-cache-memory-bytes")
@@ -270,3 +171,25 @@ def adapters(given: Sequence[str]) -> tuple[str, ...]:
             text = f"{name}={path}"
         made.append(text)
     return tuple(made)
+
+
+def repeated(words: Sequence[str], options: Container[str]) -> list[str]:
+    """Arguments in which every value has its option: `--api-key a b` as `--api-key a --api-key b`.
+
+    options: those that may be given several times.  Only where MODEL is the first word, or --model is given,
+    since `b` could be MODEL otherwise.
+    """
+    has_model = any(word.split("=")[0] in ("--model", "-m") for word in words)
+    if not words or (words[0].startswith("-") and not has_model):
+        return [*words]
+    made: list[str] = []
+    option, has_value = "", False  # the last one that may have several values
+    for word in words:
+        if option and not has_value:
+            has_value = True  # a value may begin with a dash
+        elif word.startswith("-"):
+            option, has_value = word if word.replace("_", "-") in options else "", False
+        elif option:
+            made.append(option)
+        made.append(word)
+    return made

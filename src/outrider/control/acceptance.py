@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -60,13 +60,13 @@ def key_of(source: int, depth: int, confidence: float) -> int:
     return (source * (DEEP + 1) + level) * CELLS + cell
 
 
-def keys_of(tree: DraftTree, source: int = 1) -> list[int]:
-    """`key_of` of every node.  source: of nodes whose tree has no `proposers`."""
+def keys_of(tree: DraftTree) -> list[int]:
+    """`key_of` of every node.  Without `proposers` the first drafter is the source."""
     if tree.chained:
         depths: Iterable[int] = range(1, len(tree.tokens) + 1)
     else:
         depths = tree.depths
-    proposers = tree.proposers or repeat(source)
+    proposers = tree.proposers or repeat(1)
     return [
         (proposer * (DEEP + 1) + (depth if depth < DEEP else DEEP)) * CELLS
         + CELL_OF[int(confidence * FINE) if 0 < confidence < 1 else FINE if confidence > 0 else 0]
@@ -245,21 +245,28 @@ class Reach:
         return gains
 
 
-@dataclass
+@dataclass(slots=True)
+class Tenth:
+    """Nodes whose predicted acceptance is in one tenth of [0, 1].  predicted: its sum over them."""
+
+    predicted: float = 0.0
+    accepted: int = 0
+    nodes: int = 0
+
+
 class Reliability:
     """Predicted against observed acceptance of nodes whose parent was accepted, in tenths."""
 
-    predicted: list[float] = field(default_factory=lambda: [0.0] * 10)
-    accepted: list[int] = field(default_factory=lambda: [0] * 10)
-    counts: list[int] = field(default_factory=lambda: [0] * 10)
+    def __init__(self) -> None:
+        self.tenths = [Tenth() for _ in range(10)]
 
     def add(self, probability: float, accepted: bool) -> None:
-        i = min(9, int(10 * probability))
-        self.predicted[i] += probability
-        self.accepted[i] += accepted
-        self.counts[i] += 1
+        tenth = self.tenths[min(9, int(10 * probability))]
+        tenth.predicted += probability
+        tenth.accepted += accepted
+        tenth.nodes += 1
 
     def table(self) -> list[tuple[float, float, int]]:
         """(mean predicted, share accepted, nodes) of every tenth that occurred."""
-        rows = zip(self.predicted, self.accepted, self.counts)
-        return [(p / n, a / n, n) for p, a, n in rows if n]
+        seen = [tenth for tenth in self.tenths if tenth.nodes]
+        return [(each.predicted / each.nodes, each.accepted / each.nodes, each.nodes) for each in seen]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from outrider.control.alike import Candidate
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, USED, Grace, Trials
 from outrider.control.plan import Load
+from outrider.control.prices import MARGIN, need
 
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
 
@@ -54,8 +56,17 @@ class Accounts:
             return math.inf
         return max(self.room, self.reserve) - late
 
-    def take(self, cost: float, late: float, sure: bool) -> None:
+    def lacks(self, candidate: Candidate, room: float) -> float:
+        """Seconds missing for a draft; 0 or less if there is room.  room: what its row may still lose."""
+        option, late, pays, sure = candidate
+        return need(option.cost, pays) - min(room, self.room_of(sure, late))
+
+    def take(self, candidate: Candidate) -> None:
         """Set aside what a draft may lose, and what catching up takes."""
+        option, late, pays, sure = candidate
+        if not pays:
+            self.trials[option.drafter].room -= option.cost + late
+        cost = MARGIN * option.cost
         if self.room >= cost + late:
             self.room -= cost + late
         else:

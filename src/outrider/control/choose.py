@@ -77,14 +77,14 @@ def best_option(
     return Option(drafter, *found)
 
 
-def joint_probabilities(tree: DraftTree, calibration: Calibration, source: int = 1) -> list[float]:
+def joint_probabilities(tree: DraftTree, calibration: Calibration) -> list[float]:
     """Probability of each node that it is accepted.
 
-    source: of nodes whose tree has no `proposers`.  A sampled node is judged by its rank among its siblings,
-    which determines its confidence, and not by its token: rejection rules require that.
+    A sampled node is judged by its rank among its siblings, which determines its confidence, and not by its
+    token: rejection rules require that.
     """
     known = calibration.known
-    each = [known[key] if key in known else calibration.probability(key) for key in keys_of(tree, source)]
+    each = [known[key] if key in known else calibration.probability(key) for key in keys_of(tree)]
     if tree.chained:
         joint = [*accumulate(each, mul)]
     else:

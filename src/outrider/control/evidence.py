@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median_low
 
 from outrider.control.acceptance import FIRST_GRADED, FIRST_UNGRADED, PAUSE, Calibration, Reach, Reliability
-from outrider.control.cost import OUTLIER, RATE, ForwardCost
+from outrider.control.cost import OUTLIER, RATE, Ask, ForwardCost
 from outrider.control.ledger import FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger, Moment, Trials
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
 from outrider.control.outcomes import judged, outcome_of
-from outrider.control.plan import Arm, Load, RowState, StepRecord, Try
+from outrider.control.plan import Arm, Load, StepRecord, Try
+from outrider.control.row_state import RowArm, RowState
 from outrider.control.sums import StepSums
 from outrider.control.tail import Tail
 from outrider.core.row import DraftingSummary, Row
@@ -58,34 +59,35 @@ class Evidence:
         module: Module | None = None,
     ) -> None:
         self.arms, self.memory, self.module = arms, memory, module
-        self.forward = forward = forward or ForwardCost()
-        by_level = {k for k, arm in enumerate(arms) if arm.prefills}
-        self.learned = found = learned(memory and memory.read(), len(arms), forward.base(1), by_level)
+        self.forward = forward or ForwardCost()
+        plain, by_level = self.forward.base(1), {k for k, arm in enumerate(arms) if arm.prefills}
+        self.learned = found = learned(memory and memory.read(), len(arms), plain, by_level)
         self.calibration, self.reach, self.drafting, self.prefill_cost, self.ledger, self.graded = found
-        for reach in [reach for arm, reach in zip(arms, self.reach) if arm.grades]:
-            reach.expected = FIRST_UNGRADED
-        self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * forward.base(1))
-        self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
-        self.total, self.reliability, self.kept_at = DraftingSummary(), Reliability(), -math.inf
-        self.history = deque[Moment](maxlen=2000)  # for a picture
+        for arm, reach in zip(arms, self.reach):
+            if arm.grades:
+                reach.expected = FIRST_UNGRADED
+        self.ledger.loss = max(self.ledger.loss, -MOST_KEPT * plain)
         # of each arm in `DraftTree.proposers`: the only one owns all nodes, those of its own drafters too
         self.bits = [1 << k for k in range(len(arms))] if len(arms) > 1 else [-1]
         self.known = [reach.asked >= KNOWN for reach in self.reach]
-        self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * forward.base(1)) for old in self.known]
-        self.sums, self.turn, self.surprises = StepSums(arms), 0, 0
+        self.trials = [Trials((MOST_TRIALS if old else FIRST_TRIALS) * plain) for old in self.known]
+        self.prefills = [deque([cost] if cost else [], maxlen=PREFILLS) for cost in self.prefill_cost]
+        self.worth, self.prefill_seconds = [0.0] * len(arms), 0.0
         self.states, self.decided, self.pending = dict[Row, RowState](), dict[Row, float](), False
-        self.tail, self.worth = Tail(), [0.0] * len(arms)
-        self.idle = self.host = self.overhead = self.prefill_seconds = 0.0
+        self.sums, self.total, self.tail = StepSums(arms), DraftingSummary(), Tail()
+        self.history = deque[Moment](maxlen=2000)  # for a picture
+        self.reliability, self.turn = Reliability(), 0
+        self.idle = self.host = self.overhead = 0.0
+        self.surprises, self.kept_at = 0, -math.inf
 
     def state(self, row: Row) -> RowState:
         found = self.states.get(row)
         if found is None:
             row.drafting = DraftingSummary()
-            reach, count = [Reach(above) for above in self.reach], len(self.arms)
             above, module = self.calibration, self.module
             own = Corrected(above, module, row) if module else Calibration(above)
-            lists = [0] * count, [0.0] * count, [0] * count
-            found = self.states[row] = RowState(own, reach, Ledger(), row.drafting, *lists)
+            arms = [RowArm(Reach(above)) for above in self.reach]
+            found = self.states[row] = RowState(own, arms, Ledger(), row.drafting)
         return found
 
     def reach_of(self, k: int, row: Row) -> Reach:
@@ -131,8 +133,10 @@ class Evidence:
                 self.state(row).enter(names, own.spent, own.plain, own.steps, own.drafted, own.idle)
 
     def _remember(self) -> None:
-        sums = self.total.seconds, self.total.plain_seconds
-        self.history.append(Moment({**self.total.steps}, *sums, self.ledger.loss, self.ledger.room))
+        total, ledger = self.total, self.ledger
+        self.history.append(
+            Moment({**total.steps}, total.seconds, total.plain_seconds, ledger.loss, ledger.room)
+        )
 
     def rested(self, load: Load, seconds: Sequence[float], propose: float, beside: int = 0) -> None:
         """Take in a rest: seconds of plain steps and their idle drafters, tokens emitted beside prompts."""
@@ -174,7 +178,7 @@ class Evidence:
                 lost = self.prefill_cost[k] * (row.prompt - (row.cached or 0))
                 most = MOST_LOST * (lost + load.token)
                 least = min(self.worth[k], -2 * most)  # so that a few good requests make up for many bad ones
-                earned = state.earned[k] if state is not None else 0.0
+                earned = state.arms[k].earned if state is not None else 0.0
                 self.worth[k] = max(least, min(self.worth[k] + earned - lost, most))
                 unpaid += lost
         self.ledger.add(max(0.0, unpaid), 0.0)
@@ -237,10 +241,9 @@ class Evidence:
         self.host = 0.0
         return extra
 
-    def _expected(self, load: Load, asks: Mapping[int, Sequence[int]]) -> float:
+    def _expected(self, load: Load, asks: Mapping[int, Ask]) -> float:
         """Seconds that drafting is expected to take."""
-        means = {k: (len(depths), sum(depths) / len(depths)) for k, depths in asks.items()}
-        return load.pace * sum(self.drafting.expected(k, *mean) for k, mean in means.items())
+        return load.pace * sum(self.drafting.expected(k, *ask) for k, ask in asks.items())
 
     def _forward(self, load: Load, nodes: int, seconds: float) -> None:
         if not nodes:
@@ -251,9 +254,7 @@ class Evidence:
         surprise = self.forward.learn_drafting(load.batch, load.rows + nodes, context, seconds)
         self.surprises = self.surprises + 1 if abs(surprise) > SURPRISE else 0
 
-    def _prefill(
-        self, record: StepRecord, asks: Mapping[int, Sequence[int]], late: Mapping[int, int]
-    ) -> float:
+    def _prefill(self, record: StepRecord, asks: Mapping[int, Ask], late: Mapping[int, int]) -> float:
         """Note what drafters take for prefill.  Returns the seconds of a step that fall to drafts.
 
         Prefill and catching up (`late`: tokens by drafter) are decided on before, by what they are expected
@@ -286,18 +287,18 @@ class Evidence:
             self.ledger.add_steps(caught, 0.0, 0.0)
             self.total.seconds += caught
 
-    def _propose(self, record: StepRecord, asks: Mapping[int, Sequence[int]], asked: Asks) -> float:
+    def _propose(self, record: StepRecord, asks: Mapping[int, Ask], asked: Asks) -> float:
         """Note what drafting has cost.  Returns its seconds beyond those of idle drafters, an outlier cut."""
         load, propose, expected = record.load, record.propose, self.idle
         # merging and trimming their trees takes time, too
         shared = max(0.0, propose - sum(record.spent.values()) - self.idle) / max(1, len(asks))
-        for k, depths in asks.items():
-            mean = sum(depths) / len(depths)
-            expected += load.pace * self.drafting.expected(k, len(depths), mean)
+        for k, ask in asks.items():
+            usual = self.drafting.expected(k, *ask)
+            expected += load.pace * usual
             seconds = (record.spent.get(k, 0.0) + shared) / load.pace
             if record.cold and self.drafting.known(k):
-                seconds = min(seconds, self.drafting.expected(k, len(depths), mean))
-            asked.setdefault((k, len(depths)), []).append((mean, seconds))
+                seconds = min(seconds, usual)
+            asked.setdefault((k, ask.rows), []).append((ask.depth, seconds))
         if expected:
             propose = min(propose, OUTLIER * expected)
         if not asks:
@@ -330,21 +331,20 @@ class Evidence:
             state.calibration.learn(key, accepted)
             self.calibration.learn(key, accepted)
         for k in tried.asked:
-            outcome = outcome_of(step, tried, k, self.bits[k], ended)
+            own, outcome = state.arms[k], outcome_of(step, tried, k, self.bits[k], ended)
             right, proposed = outcome.accepted, tried.proposed.get(k, 0)
             if right or outcome.missed:
-                own = state.reach[k]
-                own.learn(outcome, row.steps)
-                (own.above or self.reach[k]).learn(outcome)
+                own.reach.learn(outcome, row.steps)
+                (own.reach.above or self.reach[k]).learn(outcome)
             option = tried.plan.option(k)
             cost = option.cost if proposed else option.ask_cost
-            state.earned[k] += steps * (right * record.load.accepted_token - cost)
+            own.earned += steps * (right * record.load.accepted_token - cost)
             if right:
-                state.retry[k] = row.steps
+                own.retry = row.steps
             elif k in tried.plan.exploring:
                 self.trials[k].room -= cost + host
                 if self.reach[k].asked >= KNOWN:  # the next trials are for other rows, or for other text
                     pause = math.ceil(cost / (record.load.explore * record.load.token))
-                    state.retry[k] = row.steps + min(LONGEST_PAUSE, pause)
+                    own.retry = row.steps + min(LONGEST_PAUSE, pause)
         if tried.expected or step.accepted:
             state.asleep = 0

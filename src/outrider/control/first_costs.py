@@ -29,7 +29,7 @@ class FirstCosts(FixedController):
     """
 
     def __init__(self, limits: FixedController, evidence: Evidence) -> None:
-        vars(self).update(vars(limits))
+        super().__init__(limits.options, limits.depth, limits.size, limits.vocabulary)
         self.evidence, self.began = evidence, (0, 0.0)
         self.plain = defaultdict[int, list[tuple[int, float, float]]](list)
         self.drafted = defaultdict[tuple[int, int, int], list[float]](list)

@@ -33,7 +33,7 @@ from safetensors.numpy import save_file
 
 from outrider.control.acceptance import CELLS, DEEP, EDGES, FINE, Calibration
 from outrider.core.row import Row
-from outrider.errors import ConfigError, write_fault
+from outrider.errors import ConfigError, saving
 
 log = logging.getLogger("outrider")
 
@@ -104,12 +104,8 @@ class Network:
 
     def save(self, file: Path) -> None:
         tensors = {"node": self.node, "request": self.request, "bias": self.bias, "output": self.output}
-        try:
+        with saving("control module", file, SafetensorError):
             save_file(tensors, file, {**self.about, "methods": " ".join(self.methods)})
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(
-                f"the control module cannot be written to {str(file)!r}: {write_fault(error)}"
-            ) from error
 
 
 def load(file: Path) -> Network:
@@ -145,17 +141,14 @@ class Module:
 
     def __init__(self, network: Network, names: Sequence[str], trusted: bool) -> None:
         self.network, self.used = network, trusted
-        self.methods = {
-            source: place for source in sources(len(names)) if (place := self._place(names, source)) >= 0
-        }
+        self.methods: dict[int, int] = {}  # source -> place of its method, if the network was fitted to it
+        for source in sources(len(names)):
+            if (name := method_name(names, source)) in network.methods:
+                self.methods[source] = network.methods.index(name)
         self.nodes = node_inputs() @ network.node + network.bias
         self.tables: dict[Request, list[float]] = {}
         self.pairs: list[Judged] | None = None
         self.lead = self.weight = self.bins_loss = self.loss = 0.0  # nats, discounted
-
-    def _place(self, names: Sequence[str], source: int) -> int:
-        name = method_name(names, source)
-        return self.network.methods.index(name) if name in self.network.methods else -1
 
     def table(self, request: Request) -> list[float]:
         """Factor of the odds for every place."""

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.control.acceptance import Calibration, Reach
 from outrider.control.choose import Option
-from outrider.control.cost import ForwardCost
-from outrider.control.ledger import EXPLORE, SHARE, Ledger, allowance
+from outrider.control.cost import Ask, ForwardCost
+from outrider.control.ledger import EXPLORE, SHARE, allowance
+from outrider.control.row_state import RowState
 from outrider.control.tail import Tail
-from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
+from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
 
@@ -41,56 +41,6 @@ class Arm(NamedTuple):
     @property
     def name(self) -> str:
         return "/".join(self.sources)
-
-
-@dataclass(slots=True)
-class RowState:
-    """What is known of one request.
-
-    retry: step from which each drafter may be tried although it does not seem to pay.
-    earned: seconds that the drafts of each one have saved.
-    grades: of the next draft of each one, at the last look.
-    asleep: no drafter is considered before this step, unless far fewer rows run than the `crowd` of then.
-    steps: those that ledger and summary have.
-    """
-
-    calibration: Calibration
-    reach: list[Reach]
-    ledger: Ledger
-    summary: DraftingSummary
-    retry: list[int]
-    earned: list[float]
-    grades: list[int]
-    asleep: int = 0
-    crowd: int = 0
-    steps: int = 0
-
-    def promising(self, grades: list[int]) -> bool:
-        """Whether some grade is better than at the last look.  The row sleeps no more then."""
-        found = any(now > before for now, before in zip(grades, self.grades))
-        self.grades = grades
-        if found:
-            self.asleep = 0
-        return found
-
-    def enter(
-        self,
-        arm: str,
-        spent: float,
-        plain: float,
-        steps: int = 1,
-        drafted: Drafted = NO_DRAFTS,
-        idle: float = 0.0,
-    ) -> None:
-        """Add steps to ledger and summary.
-
-        spent, plain, steps, drafted: as in `DraftingSummary.add`.
-        idle: seconds that drafters took although none was asked.  No decision changes them, so no ledger
-        has them, but the summary does.
-        """
-        self.steps += steps
-        self.ledger.add(spent, plain)
-        self.summary.add(arm, spent + idle, plain, steps, drafted)
 
 
 class Plan(NamedTuple):
@@ -193,29 +143,40 @@ class Load:
             if step.emits:
                 emitting += 1
                 read += end
-        pace = forward.pace(emitting)
-        base, added = forward.base(rows), pace * forward.further_row(emitting)
-        decode = pace * forward.base(emitting, read)
-        plain = decode + added * (forward.base(rows, context) - forward.base(emitting, read))
-        load = Load(forward, emitting, rows, context, pace, added, plain=plain, decode=decode, base=base)
-        load.token_value = tail.token_value(emitting, forward) if tail is not None else 1.0
-        load.allowance = allowance(emitting, forward.growing(emitting))
-        load.rate = max(emitting / decode, forward.rate(emitting)) / load.token_value if emitting else 0.0
+        load = Load._of_rows(forward, tail, emitting, rows, context, read)
+        load.rate = max(load.rate, forward.rate(emitting) / load.token_value)
         if rows > emitting:
-            load.max_added = PREFILL_DELAY * plain
+            load.max_added = PREFILL_DELAY * load.plain
             load.delay_factor = (len(batch) + batch.waiting) / max(1, emitting)
         return load
 
     @staticmethod
     def plain_step(forward: ForwardCost, rows: int, tail: Tail | None = None) -> Load:
         """A step in which so many rows decode, with short contexts."""
-        pace, base = forward.pace(rows), forward.base(rows)
-        plain, added = pace * base, pace * forward.further_row(rows)
-        load = Load(forward, rows, rows, 0, pace, added, plain=plain, decode=plain, base=base)
-        load.token_value = tail.token_value(rows, forward) if tail is not None else 1.0
-        load.allowance = allowance(rows, forward.growing(rows))
-        load.rate = rows / plain / load.token_value
-        return load
+        return Load._of_rows(forward, tail, rows, rows, 0, 0)
+
+    @staticmethod
+    def _of_rows(
+        forward: ForwardCost, tail: Tail | None, emitting: int, rows: int, context: int, read: int
+    ) -> Load:
+        """A step by the measured costs.  context, read: positions for all rows, for the emitting ones."""
+        pace, decoding = forward.pace(emitting), forward.base(emitting, read)
+        added, decode = pace * forward.further_row(emitting), pace * decoding
+        token_value = 1.0 if tail is None else tail.token_value(emitting, forward)
+        return Load(
+            forward,
+            batch=emitting,
+            rows=rows,
+            context=context,
+            pace=pace,
+            node_pace=added,
+            plain=decode + added * (forward.base(rows, context) - decoding),
+            decode=decode,
+            rate=emitting / decode / token_value if emitting else 0.0,
+            token_value=token_value,
+            allowance=allowance(emitting, forward.growing(emitting)),
+            base=forward.base(rows),
+        )
 
     @property
     def decodes_only(self) -> bool:
@@ -256,10 +217,8 @@ class Load:
         found = self.verified.get(nodes)
         if found is None:
             unknown = nodes > max(FEW, self.rows) and self.rows + nodes > self.forward.trusted
-            added = self.added(nodes)
-            found = self.verified[nodes] = (
-                math.inf if unknown or added > self.max_added else self.delay_factor * added
-            )
+            added = math.inf if unknown else self.added(nodes)
+            self.verified[nodes] = found = self.delay_factor * added if added <= self.max_added else math.inf
         return found
 
     def costs_of(self, most: int) -> Sequence[float]:
@@ -270,11 +229,9 @@ class Load:
             known = max(FEW, rows, forward.trusted - rows)
             bases = forward.bases(rows, max(FIRST_COSTS, 2 * most))
             added = [self.node_pace * (base + each * n - self.base) for n, base in enumerate(bases)]
-            self.costs = [
-                self.delay_factor * cost if cost <= self.max_added else math.inf
-                for cost in added[: known + 1]
-            ]
-            self.costs += [math.inf] * (len(added) - len(self.costs))
+            factor, limit = self.delay_factor, self.max_added
+            costs = [factor * cost if cost <= limit else math.inf for cost in added[: known + 1]]
+            self.costs = costs + [math.inf] * (len(added) - len(costs))
         return self.costs
 
     def added(self, nodes: int) -> float:
@@ -323,17 +280,13 @@ class StepRecord:
         return sum([len(step.emitted) for step in self.batch])
 
     @property
-    def asks(self) -> dict[int, list[int]]:
-        """Drafter -> the levels that it has drafted for each row that asked it."""
-        asks: dict[int, list[int]] = {}
+    def asks(self) -> dict[int, Ask]:
+        """Drafter -> its asks.  The depth of one that ended at the floor is that of the levels it drafted."""
+        levels: dict[int, list[int]] = {}
         for tried in self.tries.values():
             for k, depth in tried.asked.items():
-                levels = tried.proposed[k] if k in tried.ended else depth
-                if k in asks:
-                    asks[k].append(levels)
-                else:
-                    asks[k] = [levels]
-        return asks
+                levels.setdefault(k, []).append(tried.proposed[k] if k in tried.ended else depth)
+        return {k: Ask(len(own), sum(own) / len(own)) for k, own in levels.items()}
 
     @property
     def late(self) -> Counter[int]:

@@ -21,8 +21,9 @@ from outrider.control.crowds import Crowd, crowd_of, relieved, shrink
 from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import CROWD, USED, USUAL_GRACE, Grace
-from outrider.control.plan import Load, Plan, RowState
+from outrider.control.plan import Load, Plan
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
+from outrider.control.row_state import RowState
 from outrider.core.clock import working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
@@ -155,15 +156,6 @@ class Planner:
             self.cautious[place] = reach.gains(-CAUTION, option.depth)[-1]
         return self.cautious[place] * self.load.accepted_token > option.cost
 
-    def interval(self, plans: Iterable[Plan]) -> int:
-        """Steps until plans are made again, while losses leave room: few while drafters are new."""
-        interval, most = DIGEST, DIGEST * self.load.batch  # many rows lose little by a few of them
-        for plan in plans:
-            for own in [plan.state.reach[option.drafter] for option in plan.options]:
-                others = own.above.asked if own.above else 0
-                interval = min(interval, 1 + (own.asked + min(others, most)) // 4)
-        return interval
-
     def _plan(self, row: Row, most: int) -> Plan | None:
         """The plan of a row; without one, `wait` is at most the steps until there may be one."""
         self.evidence.promising(row)
@@ -184,16 +176,16 @@ class Planner:
         choice = self.granted.get(kind)
         if choice is not None and self._takes(choice, room):
             return choice.plan._replace(state=self._begun(row))
-        for reach in state.reach if state is not None else ():
-            reach.fade(row.steps)
-        chosen, exploring, wait = self._choose(row, state, most, room)
+        for arm in state.arms if state is not None else ():
+            arm.reach.fade(row.steps)
+        chosen, wait = self._choose(row, state, most, room)
         if chosen:
             chosen.sort(key=lambda candidate: candidate.option.cost)
-            plan = self._plan_of(row, self._begun(row), chosen, exploring)
+            plan = self._plan_of(row, self._begun(row), chosen)
             # one row is enough to tell what computing a text costs a drafter
             known = [bool(self.evidence.prefills[k]) for k in plan.floors if self.arms[k].prefills]
             if kind is not None and (not plan.late or all(known)):
-                self.granted[kind] = Choice(chosen, exploring, plan)
+                self.granted[kind] = Choice(chosen, plan)
             return plan
         wait = max(wait, min(DIGEST, self.load.batch))  # with many rows one of them is always due
         if kind is not None:
@@ -215,28 +207,34 @@ class Planner:
         room: seconds that the row may still lose.
         """
         accounts = self.accounts
-        for option, late, pays, sure in choice.chosen:
-            if need(option.cost, pays) > min(room, accounts.room_of(sure, late)):
+        for candidate in choice.chosen:
+            option, late, pays, _ = candidate
+            if accounts.lacks(candidate, room) > 0:
                 return False
             if not pays and accounts.wait(option.drafter, option.cost + late):
                 return False
             room -= MARGIN * option.cost
-        for option, late, pays, sure in choice.chosen:
-            if not pays:
-                accounts.trials[option.drafter].room -= option.cost + late
-            accounts.take(MARGIN * option.cost, late, sure)
+        for candidate in choice.chosen:
+            accounts.take(candidate)
         return True
 
-    def _plan_of(self, row: Row, state: RowState, chosen: Sequence[Candidate], exploring: set[int]) -> Plan:
-        options = [candidate.option for candidate in chosen]
-        floors = {
-            o.drafter: self.prices.floor(state, o, self.load, self.crowds[o.drafter].rows) for o in options
-        }
-        loss = MARGIN * sum([option.cost for option in options])
-        late = any(self._lacks(option.drafter, row) for option in options)
-        sure = all(candidate.sure for candidate in chosen)
-        tests = bool(exploring) or any(self.evidence.reach_of(o.drafter, row).asked < KNOWN for o in options)
-        return Plan(state, options, exploring, self._bound(options, floors), floors, loss, late, sure, tests)
+    def _plan_of(self, row: Row, state: RowState, chosen: Sequence[Candidate]) -> Plan:
+        options, floors = [candidate.option for candidate in chosen], dict[int, float]()
+        for option in options:
+            crowd = self.crowds[option.drafter].rows
+            floors[option.drafter] = self.prices.floor(state, option, self.load, crowd)
+        exploring = {candidate.option.drafter for candidate in chosen if not candidate.pays}
+        return Plan(
+            state,
+            options,
+            exploring,
+            self._bound(options, floors),
+            floors,
+            loss=MARGIN * sum([option.cost for option in options]),
+            late=any(self._lacks(k, row) for k in floors),
+            sure=all(candidate.sure for candidate in chosen),
+            tests=bool(exploring) or any(self.evidence.reach_of(k, row).asked < KNOWN for k in floors),
+        )
 
     def _kind(self, row: Row, state: RowState | None, most: int) -> Kind:
         lacks = [self._lacks(k, row) for k, arm in enumerate(self.arms) if arm.prefills]
@@ -244,19 +242,21 @@ class Planner:
 
     def _choose(
         self, row: Row, state: RowState | None, most: int, room: float
-    ) -> tuple[list[Candidate], set[int], int]:
-        """Drafters for a row, those that do not seem to pay, and steps until there may be others.
+    ) -> tuple[list[Candidate], int]:
+        """Drafters for a row, and steps until there may be others.
 
         room: seconds that the row may still lose.
         """
-        chosen, exploring, wait = list[Candidate](), set[int](), LONGEST_PAUSE
-        accounts, found = self.accounts, dict[int, Option]()
-        courage = accounts.courage(min(room, accounts.room_of(False)))
+        chosen, wait, found = list[Candidate](), LONGEST_PAUSE, dict[int, Option]()
+        courage = self.accounts.courage(min(room, self.accounts.room_of(False)))
         for k, arm in enumerate(self.arms):
-            wanted = row.accepts(arm.sources)
-            if wanted and not row.steps and not row.drafts_with(arm.sources):
-                wanted, wait = False, 1  # it computes no prompt, but may join later
-            if wanted and (depth := self.depth(k, reach := self.evidence.reach_of(k, row), most)):
+            if not row.accepts(arm.sources):
+                continue
+            if not row.steps and not row.drafts_with(arm.sources):
+                wait = 1  # it computes no prompt, but may join later
+                continue
+            reach = self.evidence.reach_of(k, row)
+            if depth := self.depth(k, reach, most):
                 found[k] = self.best(k, state, reach, depth, courage)
         # the best one first: what it may lose is set aside, which may leave no room for others
         for k in sorted(found, key=lambda k: -saved(found[k], self.load)):
@@ -266,22 +266,19 @@ class Planner:
             candidate = self._candidate(k, row, state, found[k], courage, room)
             if candidate.late and chosen:  # beside another one, it is a trial to compute the text for it
                 candidate = candidate._replace(pays=False, sure=False)
-            retry = 0 if state is None else state.retry[k] - row.steps
+            retry = 0 if state is None else state.arms[k].retry - row.steps
             pause = self._pause(k, candidate, most, retry, room)
             if self._lacks(k, row) and not self.evidence.prefills[k]:
                 pause = pause or int(k in self.trying)  # one row shows what it costs to compute a text
             if pause:
                 wait = min(wait, pause)
                 continue
-            cost, late = candidate.option.cost, candidate.late
             if not candidate.pays:
-                exploring.add(k)
                 self.trying.add(k)
-                accounts.trials[k].room -= cost + late
-            room -= MARGIN * cost
-            accounts.take(MARGIN * cost, late, candidate.sure)
+            self.accounts.take(candidate)
+            room -= MARGIN * candidate.option.cost
             chosen.append(candidate)
-        return chosen, exploring, wait
+        return chosen, wait
 
     def _candidate(
         self, k: int, row: Row, state: RowState | None, best: Option, courage: float, room: float
@@ -304,7 +301,7 @@ class Planner:
 
         retry: until it may be tried again in this row.  room: seconds that the row may still lose.
         """
-        option, late, pays, sure = candidate
+        option, late, pays, _ = candidate
         if not pays:
             if not self.prices.hopeful(k, self.load, most):
                 return LONGEST_PAUSE
@@ -312,15 +309,15 @@ class Planner:
             pause = max(retry, self.accounts.wait(k, rows * (option.cost + late)))
             if pause > 0 or rows > self.crowds[k].due:
                 return max(pause, DIGEST)
-        lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure, late))
-        return self.accounts.until(lacks) if lacks > 0 else 0
+        return self.accounts.until(self.accounts.lacks(candidate, room))
 
     def best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
         """The best depth of a drafter for a row; one for all rows of a grade that have not asked it."""
-        if state is not None and state.reach[k].above is not above:
-            state.reach[k] = Reach(above)  # the grade is another one
-        if state is not None and state.reach[k].asked:
-            return self._option(k, state.reach[k], courage, depth)
+        own = None if state is None else state.arms[k]
+        if own is not None and own.reach.above is not above:
+            own.reach = Reach(above)  # the grade is another one
+        if own is not None and own.reach.asked:
+            return self._option(k, own.reach, courage, depth)
         place = above, depth, self.crowds[k].rows
         if place not in self.options:
             self.options[place] = self._option(k, Reach(above), courage, depth)

@@ -14,7 +14,7 @@ from outrider.control.cost import OUTLIER
 from outrider.control.evidence import Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.plan import Load, Plan, StepRecord
-from outrider.control.planner import Planner, Settings
+from outrider.control.planner import DIGEST, Planner, Settings
 from outrider.control.prefill_choice import PrefillChoice
 from outrider.control.room import Room
 from outrider.core.row import Row
@@ -116,7 +116,16 @@ class StandingPlans:
         """Steps that the plans hold for.  took: seconds of making them and of taking in what led to them."""
         often = math.ceil(self.look_seconds / (PLANNING * self.load.plain))
         least = min(NEW_STEPS, math.ceil(took / (MOST_PLANNING * self.load.plain)))
-        return max(1, least, min(often, self.planner.interval(self.plans.values())))
+        return max(1, least, min(often, self._longest_interval()))
+
+    def _longest_interval(self) -> int:
+        """The same while losses leave room: few while drafters are new."""
+        longest, most = DIGEST, DIGEST * self.load.batch  # many rows lose little by a few of them
+        for plan in self.plans.values():
+            for own in [plan.state.arms[option.drafter].reach for option in plan.options]:
+                others = own.above.asked if own.above else 0
+                longest = min(longest, 1 + (own.asked + min(others, most)) // 4)
+        return longest
 
     def _digest(self) -> None:
         began = self.clock()

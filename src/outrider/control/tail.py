@@ -105,8 +105,7 @@ class Tail:
     def _replaced(self, steps: Sequence[int], ended: Sequence[Row]) -> None:
         if len(steps) > 1:
             for row in ended:
-                latest = YOUNGER * row.steps - STAGGERED
-                younger = sum([own < latest for own in steps]) / (len(steps) - 1)
+                younger = sum([began_later(own, row.steps) for own in steps]) / (len(steps) - 1)
                 self.replaced += REPLACED * (min(1.0, younger / HALF) - self.replaced)
 
     def _emptied(self, forward: ForwardCost) -> float:

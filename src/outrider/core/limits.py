@@ -6,6 +6,10 @@ from outrider.errors import ModelError
 
 MAX_HEAD_DIM = 512  # dimensions of an attention head; the C kernels are compiled with it
 MAX_EXPERTS = 1024  # of a layer, as in experts.h
+# Of the last dimension of a recurrent state.  The kernels' scratch memory grows with it, by a few KB for
+# each, and they abort the process if they get none.
+MAX_STATE_DIM = 512
+MAX_TAPS = 64  # of a short convolution
 
 
 def check_attention(where: str, heads: int, kv_heads: int, head_dim: int, rotated: int = 0) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 MODES = ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits")
@@ -21,6 +23,39 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None
+
+
+class TopValues(NamedTuple):
+    """Value and rank of a token, and the best tokens of its row with their values, best first.
+
+    Of equal values the smaller id comes first.
+    """
+
+    value: float
+    rank: int
+    ids: Sequence[int]
+    values: Sequence[float]
+
+
+def top_values(token: int, values: Tensor, count: int) -> TopValues:
+    """Those of a token and the `count` best of values float [V]; -1: all."""
+    most = values.numel() if count == -1 else min(count, values.numel())
+    own = values[token]
+    ids = _best(values, most)
+    return TopValues(float(own), int((values >= own).sum()), ids.tolist(), values[ids].tolist())
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Ids of the largest values.  `topk` takes any of equal ones, on a device another than beside others."""
+    if not count:
+        return values.new_empty(0, dtype=torch.int64)
+    if count < values.numel():
+        ids = (values >= values.topk(count).values[-1]).nonzero()[
+            :, 0
+        ]  # ascending, with all of the last value
+    else:
+        ids = torch.arange(count, device=values.device)
+    return ids[values[ids].sort(descending=True, stable=True).indices[:count]]
 
 
 Entry = dict[int, Logprob]  # by token id: the token itself first, then the best ones in descending order
@@ -51,18 +86,20 @@ class Logprobs:
     def add(self, token: int, values: Tensor) -> None:
         """Append the entry of the next output token; values float [V], by `mode`."""
         assert self.count is not None
-        self.sampled.append(self._entry(token, values, self.count))
+        self.add_found(token, top_values(token, values, self.count))
+
+    def add_found(self, token: int, found: TopValues) -> None:
+        """Append the entry of the next output token from what a backend has found."""
+        self.sampled.append(self._entry(token, found))
 
     def add_prompt(self, token: int, values: Tensor) -> None:
         """Append the entry of the next prompt token; values float [V]."""
         assert self.prompt_count is not None
-        self.prompt.append(self._entry(token, values, self.prompt_count))
+        self.prompt.append(self._entry(token, top_values(token, values, self.prompt_count)))
 
-    def _entry(self, token: int, values: Tensor, count: int) -> Entry:
-        best = values.topk(values.numel() if count == -1 else min(count, values.numel()))
-        own = values[token]
-        entry = {token: self._one(token, float(own), int((values >= own).sum()))}
-        for rank, (other, value) in enumerate(zip(best.indices.tolist(), best.values.tolist()), start=1):
+    def _entry(self, token: int, found: TopValues) -> Entry:
+        entry = {token: self._one(token, found.value, found.rank)}
+        for rank, (other, value) in enumerate(zip(found.ids, found.values), start=1):
             entry[other] = self._one(other, value, rank)
         return entry
 

@@ -50,8 +50,13 @@ def uniform(stream: int, purpose: int, step: int, node: int) -> float:
     stream: random stream of the sample.  purpose: DRAW, ACCEPT or EMIT.  step: length of the row in tokens.
     node: number of a node of the draft tree.
     """
-    key = mix(mix(stream ^ mix(purpose * GOLDEN & MASK)) + step & MASK)
+    key = uniform_key(stream, purpose, step)
     return (mix(key + (node + 2) * GOLDEN & MASK) >> 11) * 2.0**-53
+
+
+def uniform_key(stream: int, purpose: int, step: int) -> int:
+    """The 64-bit key of the uniforms of all nodes of a tree, of `uniform`'s other arguments."""
+    return mix(mix(stream ^ mix(purpose * GOLDEN & MASK)) + step & MASK)
 
 
 def gumbel(key: int, vocabulary: int, device: torch.device | str = "cpu") -> Tensor:

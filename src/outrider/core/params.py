@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from outrider.core.structured import StructuredOutputs
+from outrider.core.structured import MARKERS, StructuredOutputs
 from outrider.core.validate import (
     Count,
     Flag,
@@ -35,7 +35,8 @@ LARGEST = sys.float_info.max
 SIMPLE = (int, float, bool, NoneType)  # types of most values
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logits_processors", "prediction")
 # parameters of which a value of these types may be kept in another form, or refused
-CHANGED = {*LISTS, "top_k", "seed", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs"}
+CHANGED = {*LISTS, "top_k", "seed", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs",
+           "thinking_token_budget"}  # fmt: skip
 
 _BEAMS = "Beam search is not supported: sample, or decode greedily with temperature 0."
 _FORMS = "Use 'structured_outputs', a dict with json, regex, choice, grammar, json_object or structural_tag."
@@ -52,7 +53,6 @@ ELSEWHERE = {  # parameter names of other programs or of earlier versions of vLL
     "output_kind": "LLM.generate returns final outputs, LLM.stream partial ones.",
     "cache_salt": "It is a key of a prompt: {'prompt': …, 'cache_salt': …}.",
     "extra_args": "Give functions as logits_processors.",
-    "thinking_token_budget": "Did you mean 'max_tokens'?",
     "skip_reading_prefix_cache": "Set enable_prefix_caching=False of LLM.",
     **dict.fromkeys(("spaces_between_special_tokens", "flat_logprobs"),
                     "It has no effect here: leave it out."),
@@ -87,6 +87,7 @@ TRUNCATION = Kind(
     "at least 1, or -1 for what the context holds, or None", lambda n: n is None or n == -1 or is_whole(n, 1)
 )
 FUNCTIONS = Kind("a list of functions", lambda functions: all(map(callable, functions)))
+BUDGET = Kind("at least 0, or -1 for no limit, or None", optional(whole(0)).accepts)
 PREDICTION = Kind("a text or a list of token ids", lambda given: isinstance(given, str) or _ids(given))
 
 
@@ -139,6 +140,9 @@ class SamplingParams:
     structured_outputs          StructuredOutputs, or a dict of its fields: the form that the output must have
     prediction                  text or token ids that the output repeats in large parts: drafted from
     draft_method                name of the one of several methods that drafts for this request; None: all
+    thinking_token_budget       tokens of a reasoning after which its end marker is forced; None or -1: any
+                                number
+    reasoning_markers           begin and end of a reasoning, which a budget needs: ("<think>", "</think>")
     max_draft_tokens            depth of this request's draft trees at most; None: no limit of its own
 
     Raises RequestError naming the parameter, its value and the valid range.
@@ -175,6 +179,8 @@ class SamplingParams:
     max_draft_tokens: Count | None = None
     prediction: Annotated[Sequence[int] | str | None, PREDICTION] = ()
     draft_method: Text | None = None
+    thinking_token_budget: Annotated[int | None, BUDGET] = None
+    reasoning_markers: Annotated[Sequence[str], MARKERS] | None = None
 
     def __init__(self, *unnamed: Any, **given: Any) -> None:
         if unnamed:
@@ -198,6 +204,11 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise RequestError(
                 "detokenize must be True where there are stop strings, got False.", "detokenize"
+            )
+        if self.thinking_token_budget is not None and self.reasoning_markers is None:
+            raise RequestError(
+                'thinking_token_budget needs reasoning_markers, such as ("<think>", "</think>").',
+                "thinking_token_budget",
             )
 
     @property
@@ -229,7 +240,7 @@ def _normal(name: str, value: Any) -> Any:
         return _listed(name, (value,) if isinstance(value, str) and name == "stop" else value)
     if name == "top_k" and value == -1:
         return 0
-    if name == "seed" and value == -1 and is_whole(value):
+    if name in ("seed", "thinking_token_budget") and value == -1 and is_whole(value):
         return None
     if name in ("logprobs", "prompt_logprobs") and value is True:
         return 1

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from outrider.core.edits import Edits
 from outrider.core.tree import DraftTree
 
 
@@ -42,6 +43,9 @@ class Processor(Protocol):
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
         """Return edited logits [V].  The input logits [V] are read-only."""
 
+    def describe(self, edits: Edits) -> bool:
+        """Add what it does after the nodes of a tree.  Returns False if only a call can tell."""
+
 
 class Grammar(Protocol):
     """Constraint on the output of a row.
@@ -62,3 +66,9 @@ class Grammar(Protocol):
 
     def restart(self) -> None:
         """Forget the tokens so far, after a step that was interrupted."""
+
+
+def edits_of(processors: Sequence[Processor], tokens: list[int], tree: DraftTree) -> Edits | None:
+    """What the processors of a row with these tokens do in its tree; None if only calls can tell."""
+    edits = Edits(tokens, tree)
+    return edits if all(processor.describe(edits) for processor in processors) else None

@@ -8,20 +8,29 @@ states after them from the inputs that the last forward kept, in front of its ow
                            └─ n2
     accepted   n0, n1; t8 is emitted
     step 2     state ── n0 ── n1 ── t8 ●─ …     n0 and n1 are replayed
+
+A state after a replayed node or a known token may also be copied to another slot, as a snapshot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+NO_COPIES: Mapping[int, int] = {}
+
 
 class Replay(NamedTuple):
-    """Accepted nodes of one request.  kept: their numbers among the draft nodes of the last forward."""
+    """Accepted nodes of one request.
+
+    kept:   their numbers among the draft nodes of the last forward
+    copies: place in `kept` -> another slot that the state after that node is written to
+    """
 
     slot: int
     kept: Sequence[int]
+    copies: Mapping[int, int] = NO_COPIES
 
 
 @dataclass(slots=True)
@@ -30,11 +39,13 @@ class RecurrentRows:
 
     slots: [B], state slots
     last_known: [B], the row of the last known token; later rows of a request are draft nodes
+    copies: row of a known token -> another slot that the state after it is written to
     """
 
     slots: list[int] = field(default_factory=list)
     last_known: list[int] = field(default_factory=list)
     replays: list[Replay] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)
 
     def add(self, slot: int, last_known: int) -> None:
         self.slots.append(slot)

@@ -50,7 +50,8 @@ class DraftTree(NamedTuple):
     tokens         token id of each node
     parents        parent of each node, parents[i] < i; -1 is the root
     confidence     drafter's confidence in each node
-    distributions  distributions q that nodes were sampled from, float64 [V] each
+    distributions  distributions q that nodes were sampled from, float64 [V] each, on the CPU or where the
+                   target's kernels verify them
     probs_of       index into `distributions` for each node; -1: chosen deterministically; empty: all were
     repeats        True: siblings are independent samples from q; False: sampled from q without replacement
     probes         number of last nodes that are evaluated but never accepted, so that a drafter learns what

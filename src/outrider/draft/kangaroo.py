@@ -39,10 +39,10 @@ from outrider.core.row import Row
 from outrider.core.step import Batch, Needs
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Budget, Draft, Resume
-from outrider.core.validate import Count, Share, is_whole
+from outrider.core.validate import Count, Share
 from outrider.drafting.base import DEPTHS, Drafter, Target
+from outrider.drafting.options import check_exit
 from outrider.drafting.trees.builder import LevelBuilder
-from outrider.errors import ConfigError
 from outrider.heads.base import ONE, random_head
 from outrider.heads.layer import Sizes, Stack
 from outrider.heads.layouts import UNCHANGED, HeadFormat, Layout
@@ -83,15 +83,6 @@ FORMAT = HeadFormat(
 def published_exit(layers: int) -> int:
     """The exit of the published adapters: Vicuna 7B's is after 2 of 32 layers, 13B's after 3 of 40."""
     return min(2 if layers < 40 else 3, layers - 1)
-
-
-def check_exit(layer: Any, layers: int, model: str) -> int:
-    """The number of layers below an exit.  Raises ConfigError."""
-    if not is_whole(layer, 1, layers - 1):
-        raise ConfigError(
-            f"early_exit must be in 1 … {layers - 1}, as {model!r} has {layers} layers: got {layer!r}."
-        )
-    return int(layer)
 
 
 class Network(nn.Module):

@@ -31,6 +31,7 @@ from outrider.draft import eagle3
 from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.errors import ModelError
 from outrider.heads.base import random_head
+from outrider.heads.depth_rows import DepthRows
 from outrider.heads.device_trees import grow_blocks
 from outrider.heads.layouts import speculators
 from outrider.heads.parts import Layer, rotary_angles, soft_cross_entropy
@@ -49,16 +50,8 @@ KEPT, LEAST = 0.7, 0.2  # share of the anchors that have the next depth, too; le
 class Network(TapNetwork):
     """Network for training, with the names of speculators' files.
 
-    A row has an anchor a and a depth d.  Row (a, 0) is EAGLE-3's pair (f_a, x_a+1); deeper ones have neither
-    state nor token:
-
-        place             0      1      2      3            anchors 0 and 2, depths up to 2
-        depth 0         (0,0)  (1,0)  (2,0)  (3,0)          at position a, predicts x_a+2
-        depth 1         (0,1)         (2,1)                 at position a + 1, predicts x_a+3
-        depth 2         (0,2)                               at position a + 2, predicts x_a+4
-
-    Row (a, d) attends to the rows of depth 0 up to its anchor, and to those of its anchor up to itself.
-    Deeper levels have fewer rows, as in the publication.
+    Row (a, 0) of `DepthRows` is EAGLE-3's pair (f_a, x_a+1); deeper ones have neither state nor token.  Row
+    (a, d) predicts x_a+d+2.
     """
 
     def __init__(self, *tap: Any, mask: int, layers: int = 1, depths: int = 8, **options: Any) -> None:
@@ -83,7 +76,7 @@ class Network(TapNetwork):
     def forward(
         self, states: Tensor, tokens: Tensor, embedding: Tensor, anchors: Tensor, depth: Tensor
     ) -> Tensor:
-        """Logits [n, Vd] of the rows (anchors [n], depth [n]), those of depth 0 first and for all places.
+        """Logits [n, Vd] of the rows of `DepthRows`, those of depth 0 first and for all places.
 
         states [T, taps * hidden]; tokens [T + 1].
         """
@@ -93,24 +86,20 @@ class Network(TapNetwork):
         ids = torch.where(known[:, 0], tokens[places + 1], self.mask)
         first: Any = self.layers[0]
         angles = rotary_angles(anchors + depth, first.self_attn.head_dim)
-        text = (depth == 0) & (anchors <= anchors[:, None])
-        own = (anchors == anchors[:, None]) & (depth <= depth[:, None])
+        attended = DepthRows(anchors, depth).attended
         u = torch.cat([first.input_layernorm(embedding[ids]), first.hidden_norm(g)], dim=-1)
-        x = first.feed_forward(g + first.self_attn(u, angles, text | own))
+        x = first.feed_forward(g + first.self_attn(u, angles, attended))
         for layer in self.layers[1:]:
-            x = layer(x, angles, text | own)
+            x = layer(x, angles, attended)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
 
-    def rows(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Anchors and depths of the rows of one loss: all places, then a random part of those that count."""
-        count, device = len(sample.tokens) - 1, sample.tokens.device
-        anchors, found = torch.arange(count, device=device), sample.places(1, count - 1)
-        chosen = found[torch.randperm(len(found), device=device)[:ANCHORS]]
-        parts = [chosen[: int(len(chosen) * max(KEPT**d, LEAST))] for d in range(1, self.depths)]
-        parts = [part[part + d < count] for d, part in enumerate(parts, 1)]
-        depths = [torch.full_like(part, d) for d, part in enumerate([anchors, *parts])]
-        return torch.cat([anchors, *parts]), torch.cat(depths)
+    def rows(self, sample: Sample) -> DepthRows:
+        """Rows of one loss: all places, then a random part of those that count."""
+        count = len(sample.tokens) - 1
+        found = sample.places(1, count - 1)
+        anchors = found[torch.randperm(len(found), device=found.device)[:ANCHORS]]
+        return DepthRows.of(count, anchors, [max(KEPT**depth, LEAST) for depth in range(1, self.depths)])
 
     def loss(self, sample: Sample, outer: TargetWeights) -> Tensor:
         """Mean cross entropy with the target over the rows whose likeliest token is one of the head's."""

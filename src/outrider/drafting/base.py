@@ -50,6 +50,18 @@ class Target:
         return asked or (CPU_NODES if self.on_cpu else published)
 
     @property
+    def probs_width(self) -> int:
+        """Probabilities of a distribution q; 0 if the rule reads none."""
+        return self.vocabulary if self.needs_probs else 0
+
+    @property
+    def probs_device(self) -> torch.device:
+        """Where distributions q of a device's samples stay: there, if its kernels compare them with p."""
+        verifier = self.decoder.backend.verifier
+        kernels = verifier is not None and "rejection" in verifier.rules
+        return self.decoder.device if kernels else torch.device("cpu")
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the target computes on a CPU."""
         return self.decoder.device.type == "cpu"
@@ -120,15 +132,27 @@ class Drafter:
         """Bytes of K/V for every slot of the target's cache, by device.  `device` is the target's."""
         return Counter()
 
+    def state_bytes(self, device: torch.device) -> Counter[torch.device]:
+        """Bytes of recurrent states for every request, by device.  `device` is the target's."""
+        return Counter()
+
     def allocate(self, slots: int, pool: Pool) -> Storage:
         """Allocate K/V storage for `slots` slots.  Called once.  `pool` is the target's."""
         return Storage()
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        stops, grades = self.heeds_floors, type(self).grade is not Drafter.grade
-        reads = self.computes_prompts
-        return [Arm(self.sources, depth, self.size, reads, self.behind, self.grade, stops, grades)]
+        arm = Arm(
+            self.sources,
+            depth,
+            self.size,
+            prefills=self.computes_prompts,
+            behind=self.behind,
+            grade=self.grade,
+            stops=self.heeds_floors,
+            grades=type(self).grade is not Drafter.grade,
+        )
+        return [arm]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from outrider.core.validate import is_whole
 from outrider.errors import ConfigError
 
 
@@ -15,3 +16,12 @@ def refuse_idle(options: Any, on: bool, switch: str, *names: str) -> None:
                 f"{name} = {getattr(options, name)!r} has no effect without {switch}: set that too, or leave "
                 f"it out."
             )
+
+
+def check_exit(layer: Any, layers: int, model: str) -> int:
+    """The number of the target's layers below an early exit.  Raises ConfigError."""
+    if not is_whole(layer, 1, layers - 1):
+        raise ConfigError(
+            f"early_exit must be in 1 … {layers - 1}, as {model!r} has {layers} layers: got {layer!r}."
+        )
+    return int(layer)

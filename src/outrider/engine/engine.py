@@ -28,6 +28,7 @@ from outrider.engine.adapters import Adapters
 from outrider.engine.adaptive import AdaptiveControllers
 from outrider.engine.flights import Flight, controller_of, report_of
 from outrider.engine.memory import build_cache, longest
+from outrider.engine.row_states import RowStates
 from outrider.engine.runner import ForwardOutput, Runner
 from outrider.engine.scheduler import Hooks, Limits, Scheduler
 from outrider.engine.turn import Turn
@@ -69,8 +70,9 @@ class Engine:
             )
         self.adapters = self._adapters() if options.enable_lora else None
         self.sampler = Sampler(self.decoder.backend)
-        about = self.decoder, self.checkpoint, options, self.device, self.max_len
-        self.controllers = AdaptiveControllers(*about)
+        self.controllers = AdaptiveControllers(
+            self.decoder, self.checkpoint, options, self.device, self.max_len
+        )
         vocabulary = self.checkpoint.spec.vocabulary
         self.target = Target(
             self.decoder, self.checkpoint, self.sampler, vocabulary, self.max_len, methods_of,
@@ -124,7 +126,9 @@ class Engine:
         for each in adaptive:
             each.settles = self.ahead
         self.controller: Controller = adaptive[0] if adaptive else limits
-        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel)
+        states = cache.pools[0].states
+        self.row_states = None if states is None else RowStates(cache, states)
+        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel, self.row_states)
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
@@ -206,22 +210,18 @@ class Engine:
         if self.overlap > 1 and self.adaptive:  # each step in flight has its own
             controller = controller_of(batch, self.adaptive, self.flights)
         self.scheduler.reserve(batch, self.proposer.budgets(batch, controller))
-        propose = working_time()
+        planned = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward, drafted = working_time(), None
+        proposed, drafted = working_time(), None
         if self.times_device and (batch.prefill or any(step.budget.depth for step in batch)):
-            drafted = self._event()
+            drafted = DeviceEvent(self.decoder.device)
         complete = self.runner.begin(batch, self.drafter.needs)
-        drafting = forward - propose
+        propose, rest = proposed - planned, planned - began
         if self.learner is not None:
-            drafting -= self.learner.taken()
-        beginning = working_time() - forward
-        return Flight(batch, controller, complete, drafting, beginning, propose - began, drafted)
-
-    def _event(self) -> DeviceEvent:
-        """The present moment in the work of the device: controllers have to know what took how long."""
-        return DeviceEvent(self.decoder.device)
+            propose -= self.learner.taken()
+        forward = working_time() - proposed
+        return Flight(batch, controller, complete, propose, forward, rest, drafted)
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
@@ -232,15 +232,16 @@ class Engine:
         output.record_logprobs()
         self.scheduler.clip(batch)
         self.scheduler.commit(batch)
-        if self.cache.states:
-            self.runner.settle(batch)
+        if self.row_states is not None:
+            self.row_states.settle(batch)
         commit = self._commit(batch, output)
         observed, before = 0.0, working_time() if self.ahead else 0.0
         self.proposer.observe(commit)
         # Of a device, that it may still compute.  What drafters do with a prompt is no cost of drafts.
         if self.ahead and not batch.prefill:
             observed = working_time() - before
-        self.prompts_read = self._event() if batch.prefill and self.times_device else None
+        reads = batch.prefill and self.times_device
+        self.prompts_read = DeviceEvent(self.decoder.device) if reads else None
         finished = self._finish(batch)
         rest = working_time() - began - observed
         times = Times(flight.propose + observed, flight.forward, flight.rest + rest)
@@ -277,8 +278,8 @@ class Engine:
         """Queue a row."""
         if self.learner is None:  # it lets torch use fewer threads for a while
             adopt_threads()
-        if self.cache.states:
-            row.source = None  # every row computes the whole prompt
+        if self.row_states is not None and not self.row_states.shares_prompt(row):
+            row.source = None
         self.scheduler.add(row)
 
     def restart(self, rows: Sequence[Row]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from outrider.cache.pages import Cache
+from outrider.cache.snapshots import Snapshots
 from outrider.checkpoints.spec import Facts
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
@@ -23,6 +24,7 @@ from outrider.errors import CapacityError, ConfigError
 from outrider.models.base import Model
 
 log = logging.getLogger("outrider")
+SNAPSHOTS = 4  # of recurrent states, for each request that may run
 NO_BYTES: Mapping[torch.device, int] = {}
 
 
@@ -39,11 +41,19 @@ def build_cache(
     each = target.state_bytes(max_nodes)
     states = plan_states(each, options)
     all_states = Counter({device: states * size for device, size in each.items()})
+    for device, size in drafter.state_bytes(target.device).items():
+        all_states[device] += options.max_num_seqs * size
+    one, request = target.state_bytes(0), -(-max_len // PAGE) * PAGE * slot_bytes.total()
+    taken = all_states.total() + request + working.total()
+    num_snapshots = plan_snapshots(one, states, taken, options)
+    all_states += Counter({device: num_snapshots * size for device, size in one.items()})
     num_pages = plan_pages(slot_bytes, max_len, max_nodes, options, working, all_states)
-    cache = Cache(num_pages, max_len + max_nodes + PAGE, options.enable_prefix_caching, states)
+    snapshots = Snapshots(range(states, states + num_snapshots), drafter.needs.lookbehind)
+    capacity = max_len + max_nodes + PAGE
+    cache = Cache(num_pages, capacity, options.enable_prefix_caching, states, snapshots)
     pool = target.pool(num_pages * PAGE)
     if pool.states is not None:
-        pool.states.grow(states)
+        pool.states.grow(states + num_snapshots)
     storage = drafter.allocate(num_pages * PAGE, pool)
     cache.pools = [pool, *storage.pools]
     for own in storage.caches:
@@ -99,15 +109,35 @@ def plan_states(each: Counter[torch.device], options: EngineOptions) -> int:
     for device, size in each.items():
         slots = max(1, min(slots, (limit or free_memory(device, share)) // 2 // size))
     if slots < options.max_num_seqs:
-        about = slots, options.max_num_seqs, f"{each.total():,}"
         log.warning(
             "%d requests run at once, not %d: recurrent states take %s bytes for each, and those of all may "
             "take half of the K/V memory",
-            *about,
+            slots,
+            options.max_num_seqs,
+            f"{each.total():,}",
         )
-    if options.enable_prefix_caching:
-        log.info("prompts share no K/V: this model has recurrent layers, whose states are not kept by page")
     return slots
+
+
+def plan_snapshots(one: Counter[torch.device], states: int, taken: int, options: EngineOptions) -> int:
+    """Snapshots of recurrent states: some for each request, as far as they fit in half of the memory left.
+
+    one: bytes of a snapshot.  taken: bytes of the states of all requests, the K/V of a full one, and what a
+    step computes.
+    """
+    if not one or not options.enable_prefix_caching:
+        return 0
+    limit, share = options.kv_cache_memory_bytes, options.gpu_memory_utilization
+    snapshots = SNAPSHOTS * states
+    for device, size in one.items():
+        memory = limit or free_memory(device, share)
+        snapshots = max(0, min(snapshots, (memory - taken) // 2 // size))
+    if not snapshots:
+        log.warning(
+            "prompts share no K/V: no memory is left for snapshots of recurrent states; lower max_num_seqs "
+            "or raise kv_cache_memory_bytes"
+        )
+    return snapshots
 
 
 def _check_limit(

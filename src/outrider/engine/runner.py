@@ -12,12 +12,11 @@ from torch import Tensor
 
 from outrider.backends.rules import TreeQueries
 from outrider.cache.pool import Pool
-from outrider.core.block_table import NO_STATE, BlockTable
-from outrider.core.logprobs import Logprobs
-from outrider.core.recurrent import RecurrentRows, Replay
+from outrider.core.logprobs import Logprobs, TopValues
 from outrider.core.step import FINAL, Batch, Needs, RowStep, States
 from outrider.core.step_input import StepInput
 from outrider.core.tree import ROOT, Resume
+from outrider.engine.row_states import RowStates
 from outrider.errors import OutriderError
 from outrider.models.base import Model
 from outrider.sampling import random_streams
@@ -56,6 +55,7 @@ class ForwardOutput:
 
     logits  float32 [M, V]: after the root of row r in row roots[r], after its node i in row roots[r] + 1 + i
     kept    the hidden states that `needs` names, of all `num_rows` rows of the forward
+    found   log-probabilities of the emitted tokens of some rows, computed by the backend
     """
 
     batch: Batch
@@ -65,6 +65,7 @@ class ForwardOutput:
     needs: Needs
     kept: Mapping[int, Tensor]
     num_rows: int
+    found: Mapping[int, Sequence[TopValues]]
 
     def at(self, row: int, node: int) -> int:
         """The row of `logits` after `node` of row `row`."""
@@ -83,11 +84,13 @@ class ForwardOutput:
         return random_streams.emit(self.batch[row].row, node, distribution)
 
     def find_topk(self) -> None:
-        """Set `topk` of every row."""
+        """Set `topk` of every row, and `top_logits`."""
         best = self.sampler.best(self.logits, self.needs.topk)
+        logits = self.sampler.logits_of(self.logits, best) if self.needs.logits else []
         for r in self.roots:
             step = self.batch[r]
-            step.topk = best[self.at(r, ROOT) : self.at(r, len(step.tree.tokens))]
+            own = slice(self.at(r, ROOT), self.at(r, len(step.tree.tokens)))
+            step.topk, step.top_logits = best[own], logits[own]
 
     def states(self) -> States:
         """Hidden states of the known tokens and the accepted nodes of every row."""
@@ -106,6 +109,10 @@ class ForwardOutput:
             if row.logprobs is None or row.logprobs.count is None or ended:
                 continue
             del row.logprobs.sampled[len(row.tokens) - row.prompt :]  # entries of an interrupted step
+            if r in self.found:
+                for token, found in zip(step.emitted, self.found[r]):
+                    row.logprobs.add_found(token, found)
+                continue
             try:
                 self._record(r, step, row.logprobs)
             except OutriderError as error:  # a logits processor that fails in its second call
@@ -117,26 +124,21 @@ class ForwardOutput:
             logprobs.add(token, self.sampler.values(step.row, step.emitted[:i], logits, logprobs.mode))
 
 
-class Accepted(NamedTuple):
-    """Accepted nodes of a row that has this table.  kept: as in `Replay`."""
-
-    table: BlockTable
-    kept: Sequence[int]
-
-
 class Runner:
     """Runner of the target's forward.
 
     rule: the rule by which the forward also verifies trees if the backend supports it (see Rule.kernel).
-    accepted: what the next forward of a model with recurrent layers replays
+    states: of a model with recurrent layers
     """
 
-    def __init__(self, decoder: Model, pool: Pool, sampler: Sampler, rule: str) -> None:
+    def __init__(
+        self, decoder: Model, pool: Pool, sampler: Sampler, rule: str, states: RowStates | None = None
+    ) -> None:
         self.decoder, self.pool, self.sampler = decoder, pool, sampler
         verifier = decoder.backend.verifier
         self.verifier = verifier if verifier is not None and rule in verifier.rules else None
-        self.rule = rule
-        self.accepted: list[Accepted] = []
+        self.processes = self.verifier is not None and self.verifier.processes
+        self.rule, self.states = rule, states
 
     def begin(self, batch: Batch, needs: Needs) -> Callable[[], ForwardOutput]:
         """Begin the forward.  The result waits for it; until then, the host reads nothing of a device."""
@@ -145,19 +147,17 @@ class Runner:
         queries = None if self.verifier is None else self.verifier.queries(self.rule)
         roots: dict[int, int] = {}
         scored: list[tuple[RowStep, int]] = []  # rows with prompt_logprobs, and their first forward row
-        recurrent = step_input.recurrent = None if self.pool.states is None else self._replays()
+        step_input.recurrent = None if self.states is None else self.states.begin(batch)
         for r, step in enumerate(batch):
             row, first = step.row, step_input.length
             add_row(step_input, step)
-            if recurrent is not None and row.table is not None:
-                recurrent.add(row.table.state, first + step.known - 1)
             if row.logprobs is not None and row.logprobs.prompt_pending(row.prompt):
                 scored.append((step, first))
             if row.adapter is not None:
                 step_input.adapt(first, row.adapter)
             if step.emits:
                 root = roots[r] = len(logits_rows)
-                if queries is not None and not row.processors:
+                if queries is not None and (self.processes or not row.processors):
                     queries.add(r, row, step.tree, root)
                 if step.tree.tokens:
                     logits_rows += range(first + step.known - 1, step_input.length)
@@ -172,37 +172,27 @@ class Runner:
             logits = run()
             for step, first in scored:
                 self._score_prompt(step, kept[FINAL], first)
-            if queries is not None:
-                self._set_verified(batch, queries)
-            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, num_rows)
+            found = {} if queries is None else self._set_verified(batch, queries)
+            return ForwardOutput(batch, logits, roots, self.sampler, needs, kept, num_rows, found)
 
         return complete
 
-    def settle(self, batch: Batch) -> None:
-        """Note the accepted nodes of a committed step, of a model with recurrent layers."""
-        self.accepted, first = [], 0
-        for step in batch:
-            if step.accepted and step.row.table is not None:
-                self.accepted.append(Accepted(step.row.table, [first + node for node in step.accepted]))
-            first += len(step.tree.tokens)
-
-    def _replays(self) -> RecurrentRows:
-        """The record for recurrent layers, with the replays of rows that run."""
-        # of all rows, also of those that the step leaves out: its forward keeps other inputs
-        accepted, self.accepted = self.accepted, []
-        replays = [Replay(table.state, kept) for table, kept in accepted if table.state != NO_STATE]
-        return RecurrentRows(replays=replays)
-
-    def _set_verified(self, batch: Batch, queries: TreeQueries) -> None:
-        """Store the paths that the backend has verified.
+    def _set_verified(self, batch: Batch, queries: TreeQueries) -> dict[int, Sequence[TopValues]]:
+        """Store the paths that the backend has verified.  Returns log-probabilities that it found, by row.
 
         The rule verifies the other rows, and raises the error of a failed pick.
         """
+        values = dict[int, Sequence[TopValues]]()
         for r, found in queries.read():
             if found is not None:
                 step = batch[r]
                 step.accepted, step.emitted = found
                 step.verified = True
+                if step.row.logprobs is not None:
+                    own = queries.values(r, [ROOT, *step.accepted])
+                    if own is not None:
+                        values[r] = own
+        return values
 
     def _begin(
         self, batch: Batch, step_input: StepInput, kept: dict[int, Tensor], queries: TreeQueries | None

@@ -24,9 +24,8 @@ from torch import Tensor
 from outrider.cache.catch_up import CatchUp, Cursor
 from outrider.cache.pool import Pool
 from outrider.checkpoints.heads import Head
-from outrider.checkpoints.packed import PackedWeights
 from outrider.checkpoints.quantize import Quantization, bits_of
-from outrider.checkpoints.scaled import ScaledWeights
+from outrider.checkpoints.quantized_layers import QuantizedLayers
 from outrider.core.row import Row
 from outrider.core.step import FINAL, Batch, Commit, Needs, RowStep
 from outrider.core.step_input import StepInput
@@ -108,7 +107,7 @@ class HeadDrafter(Drafter):
         self.backend, self.hidden = target.decoder.backend, target.decoder.spec.hidden
         opened = head or self._open(options)
         check_size(opened, target.vocabulary)
-        self.packed = opened.tensors if isinstance(opened.tensors, (PackedWeights, ScaledWeights)) else None
+        self.packed = opened.tensors if isinstance(opened.tensors, QuantizedLayers) else None
         self.head = self.translate(opened)
         bits, ranks = bits_of(options.quantization), options.draft_tensor_parallel_size
         self.reader = Reader(self.head, self.backend, bits, ranks)

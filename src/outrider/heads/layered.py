@@ -67,7 +67,7 @@ def _block_tensors(head: Head) -> Iterator[tuple[str, str, str]]:
 
 class LayeredNet(Net):
     """Layers on the target's kernels: x = eh_proj [enorm(e); hnorm(g)], then a transformer block: Llama's or
-    Qwen's, or one in transformers' own code of the target's family.
+    Qwen's, or one of the target's family, which runs as the target does.
 
     Their outputs are [n, hidden], before the last norm.  prenorm: states are taken before the last norm, the
     target's and the layers' own.
@@ -96,7 +96,7 @@ class LayeredNet(Net):
             self.norms = [last.to(self.backend.device).contiguous()] * self.count
 
     def _family_layers(self, foreign: str) -> Any:
-        """The blocks in transformers' own code of the target's family.  foreign: a tensor that needs it.
+        """The blocks of the target's family, which run as the target does.  foreign: a tensor of one.
 
         Raises ModelError for options and blocks that it does not know.
         """
@@ -104,7 +104,7 @@ class LayeredNet(Net):
         if reader.bits or reader.ranks > 1:
             option = "quantization" if reader.bits else "draft_tensor_parallel_size"
             raise ModelError(
-                f"{head.name!r} has {foreign}, and so runs in transformers' own code: leave {option} out."
+                f"{head.name!r} has {foreign}, and so runs as the target does: leave {option} out."
             )
         tensors = {f"{layer}.{part}": head.raw(name) for name, layer, part in _block_tensors(head)}
         try:

@@ -20,7 +20,7 @@ from outrider.checkpoints.grown import LAYER
 from outrider.checkpoints.heads import Head, builtin
 from outrider.checkpoints.hub import BUILTIN, PROCESSOR_TEMPLATE, Checkpoint, locate
 from outrider.checkpoints.joined_experts import open_quantized
-from outrider.checkpoints.names import ROUTER
+from outrider.checkpoints.names import GATES
 from outrider.checkpoints.quantize import GROUP, bits_of
 from outrider.checkpoints.spec import Spec, largest
 from outrider.checkpoints.weights import SAFE, Weights, open_weights
@@ -172,7 +172,7 @@ def _memory(options: EngineOptions, checkpoint: Checkpoint, stored: list[Stored]
     weight_bits = 0.0
     for part in stored:
         bits: float = 8 * dtype.itemsize
-        if few is not None and not ROUTER.search(part.name):
+        if few is not None and not GATES.search(part.name):
             bits = _few(8 if part.name in OUTER else few, GROUP, False)
         if (packed := widest[_fused(part.name)]) is not None:
             bits = min(bits, packed)

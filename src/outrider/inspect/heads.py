@@ -10,8 +10,7 @@ from os.path import expanduser, isdir
 from typing import Any
 
 from outrider.checkpoints.heads import Head
-from outrider.checkpoints.packed import PackedWeights
-from outrider.checkpoints.scaled import ScaledWeights
+from outrider.checkpoints.quantized_layers import QuantizedLayers
 from outrider.checkpoints.weights import Weights
 from outrider.draft import PLAIN_MODEL, detect, head_methods
 from outrider.errors import ModelError
@@ -92,14 +91,14 @@ def _only(names: set[str] | None, entries: Iterator[Header]) -> Iterator[Header]
 
 
 def _file(head: Head) -> Weights:
-    tensors = head.tensors.files if isinstance(head.tensors, (PackedWeights, ScaledWeights)) else head.tensors
+    tensors = head.tensors.files if isinstance(head.tensors, QuantizedLayers) else head.tensors
     assert isinstance(tensors, Weights)
     return tensors
 
 
 def _stored(head: Head) -> Iterator[Header]:
     """Every tensor; a quantized weight is one."""
-    packed = head.tensors.layer_of if isinstance(head.tensors, (PackedWeights, ScaledWeights)) else {}
+    packed = head.tensors.layer_of if isinstance(head.tensors, QuantizedLayers) else {}
     yield from (Header(name, head.tensors.shape(name), PACKED) for name in packed)
     yield from (
         entry for entry in headers(_file(head)) if entry.name in head.tensors and entry.name not in packed

@@ -131,9 +131,10 @@ def _sample(logits: Tensor, tips: Sequence[Tip], tokens: Tensor, depth: int) -> 
 
 
 def _keep(samples: Sequence[Sample]) -> None:
-    """Copy the distributions of all samples to the host, in one read."""
+    """Copy the distributions of all samples to where they are kept; to the host in one read."""
     if samples:
-        for sample, q in zip(samples, torch.stack([sample.q for sample in samples]).cpu()):
+        found = torch.stack([sample.q for sample in samples])
+        for sample, q in zip(samples, found.cpu() if samples[0].kept.device.type == "cpu" else found):
             sample.kept.zero_()[: len(q)] = q
 
 

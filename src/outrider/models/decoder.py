@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,8 @@ from outrider.backends.base import Backend, Chains, LayerKV
 from outrider.backends.rules import TreeQueries
 from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool, SplitPool
+from outrider.cache.states import StatePool, StateShape
+from outrider.checkpoints.delta_rule import DeltaRule
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.quantize import bits_of
 from outrider.checkpoints.spec import Spec
@@ -33,6 +35,7 @@ from outrider.core.stop_rule import Chained
 from outrider.errors import CapacityError, ConfigError, ModelError, first_line
 from outrider.models.base import Model, Stream, Taps
 from outrider.models.chains import draft_chain
+from outrider.models.family_layers import LeanLayers
 from outrider.models.layers import LayerReader
 from outrider.models.placement import Placement, Precision, place
 from outrider.models.rope import rope_frequencies
@@ -63,7 +66,6 @@ class Decoder(Model):
     """
 
     spec: Spec
-    adapts = True
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Decoder(Model):
         """where: placement of the layers, by default all on `device`."""
         assert isinstance(checkpoint.spec, Spec)
         self.spec = spec = checkpoint.spec
+        self.adapts = spec.recurrent is None and not spec.variant.query_gates
         where = where or place(spec.layers, device, None)
         self.dtype, self.device, self.max_len = precision.dtype, where.outer, max_len
         self.precision = precision
@@ -85,6 +88,7 @@ class Decoder(Model):
         bits = bits_of(precision.quantization)
         reader = LayerReader(checkpoint.tensors(), spec, self.dtype, bits)
         tables = rotation_tables(checkpoint.config, spec, max_len)
+        self.rotations = next(iter(tables.values()))  # of layers without a table of their own
         self.embedding = reader.embedding(self.backend)
         self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
         for layer, kind, at in zip(self.layers, spec.variant.ropes, where.layers):
@@ -93,13 +97,15 @@ class Decoder(Model):
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            own, table = self.layers[first : first + count], next(iter(tables.values()))
-            stack = backends[at].pack_layers(spec, own, table.to(at))
+            own = self.layers[first : first + count]
+            stack = backends[at].pack_layers(spec, own, self.rotations.to(at))
             self.parts.append(Part(backends[at], stack, first, count))
-        self._layer_range = lru_cache(maxsize=8)(super().layer_range)
+        self._layer_range = lru_cache(maxsize=8)(self._only)
         self.norm = reader.norm(self.backend)
         self.lm_head = self.embedding if spec.tied else reader.lm_head(self.backend)
         self.fused = self.backend.fused if len(backends) == 1 else None  # it runs on one device
+        if self.fused is not None and spec.recurrent is not None and not self.fused.has_recurrent:
+            self.fused = None
         # as transformers rounds it
         self.embedding_scale = torch.tensor(spec.variant.embedding_scale, dtype=self.dtype).item()
         self.ends: Any = None
@@ -110,23 +116,52 @@ class Decoder(Model):
     def pool(self, slots: int) -> Pool:
         s, dtype = self.spec, self.precision.kv_dtype
         pools = [
-            Pool(part.layers, s.kv_heads, s.head_dim, slots, dtype, part.backend.device)
+            Pool(self._attending(part), s.kv_heads, s.head_dim, slots, dtype, part.backend.device)
             for part in self.parts
         ]
+        if self.spec.recurrent is not None:
+            pools[0].states = StatePool(state_shapes(self.spec.recurrent), self.device)
         return pools[0] if len(pools) == 1 else SplitPool(pools)
+
+    def _attending(self, part: Part) -> int:
+        """Number of layers with attention."""
+        own = range(part.first, part.first + part.layers)
+        return part.layers if (rule := self.spec.recurrent) is None else sum(not rule.layers[i] for i in own)
 
     @property
     def footprint(self) -> Counter[torch.device]:
         s, dtype, sizes = self.spec, self.precision.kv_dtype, Counter[torch.device]()
         for part in self.parts:
-            sizes[part.backend.device] += Pool.bytes_per_slot(part.layers, s.kv_heads, s.head_dim, dtype)
+            own = Pool.bytes_per_slot(self._attending(part), s.kv_heads, s.head_dim, dtype)
+            sizes[part.backend.device] += own
         return sizes
+
+    def state_bytes(self, nodes: int) -> Counter[torch.device]:
+        if (rule := self.spec.recurrent) is None:
+            return Counter()
+        return Counter({self.device: sum(shape.bytes(nodes) for shape in state_shapes(rule))})
 
     @property
     def exact(self) -> bool:
         return all(backend.exact for backend in (self.backend, *(part.backend for part in self.parts)))
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
+        self._refuse_ranges()
+        return self._without(attention, mlp)
+
+    def layer_range(self, first: int, last: int) -> Any:
+        self._refuse_ranges()
+        return self._layer_range(first, last)
+
+    def _refuse_ranges(self) -> None:
+        """A state goes through all draft nodes of a step at once, and no layer may leave some out."""
+        if self.spec.recurrent is not None:
+            raise ConfigError(
+                f"layers can be skipped in models without recurrent ones, and {self.spec.architecture} has "
+                "some: choose another method."
+            )
+
+    def _without(self, attention: Collection[int], mlp: Collection[int]) -> Blocks:
         skips = [(i in attention) + 2 * (i in mlp) for i in range(self.spec.layers)]
         parts = []
         for part in self.parts:
@@ -135,8 +170,16 @@ class Decoder(Model):
             parts.append(replace(part, stack=stack, idle=all(skip == 3 for skip in own)))
         return parts
 
-    def layer_range(self, first: int, last: int) -> Any:
-        return self._layer_range(first, last)
+    def _only(self, first: int, last: int) -> Blocks:
+        rest = {*range(first), *range(last, self.spec.layers)}
+        return self._without(rest, rest)
+
+    def more_layers(self, tensors: Mapping[str, Tensor], count: int) -> Any:
+        """Layers with gates, which heads have no code for."""
+        if not self.spec.variant.query_gates:
+            return super().more_layers(tensors, count)
+        like = LeanLayers.like(self.spec, tensors, count)
+        return LeanLayers(like, tensors, self.precision, self.backend, self.rotations)
 
     def forward(
         self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None
@@ -162,11 +205,11 @@ class Decoder(Model):
     def _forward_with_taps(self, step_input: StepInput, pool: Pool, taps: dict[int, Tensor]) -> Tensor:
         x, at = None, 0
         for layer in sorted(taps):
-            x = self.forward(step_input, pool, self.layer_range(at, layer), x)
+            x = self.forward(step_input, pool, self._layer_range(at, layer), x)
             taps[layer], at = x.clone(), layer  # x is changed in place
         if x is not None and at == self.spec.layers:
             return x
-        return self.forward(step_input, pool, self.layer_range(at, self.spec.layers), x)
+        return self.forward(step_input, pool, self._layer_range(at, self.spec.layers), x)
 
     def forward_step(
         self, step_input: StepInput, pool: Pool, states: dict[int, Tensor], queries: TreeQueries | None = None
@@ -197,6 +240,8 @@ class Decoder(Model):
 
     @property
     def fuses_chains(self) -> bool:
+        if self.spec.recurrent is not None:  # a state has to be set aside between forwards
+            return False
         return self.fused is not None or self.backend.pick_next is not None
 
     def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:
@@ -218,11 +263,18 @@ def _move(x: Tensor, backend: Backend) -> Tensor:
 def rotation_tables(config: Any, spec: Spec, max_len: int) -> dict[str, Tensor]:
     """The tables of `rotations` by kind of layer; one, of the kind "", where all layers share it."""
     kinds = dict.fromkeys(spec.variant.ropes or [""])
-    return {kind: rotations(config, max_len, SELF_TEST, kind) for kind in kinds}
+    return {kind: rotations(config, max_len, SELF_TEST, kind, spec.rotated) for kind in kinds}
 
 
-def rotations(config: Any, max_len: int, positions: int = 0, kind: str = "") -> Tensor:
-    """RoPE table, float32 [positions, head_dim]: cos, then sin, of the first half of the head.
+def state_shapes(rule: DeltaRule) -> list[StateShape]:
+    """Of the convolution, and of the delta rule, of each layer; both go through inputs kept for the first."""
+    tails = StateShape((rule.taps - 1, rule.channels), 4 * rule.kept)
+    states = StateShape((rule.heads, rule.dim, rule.key_dim), 0)
+    return [tails, states] * sum(rule.layers)
+
+
+def rotations(config: Any, max_len: int, positions: int = 0, kind: str = "", rotated: int = 0) -> Tensor:
+    """RoPE table, float32 [positions, rotated]: cos, then sin, of the first half of what is rotated.
 
     Supports every scaling in transformers.  Scalings that depend on the text's length (longrope, dynamic) are
     computed for `max_len` tokens.
@@ -230,8 +282,9 @@ def rotations(config: Any, max_len: int, positions: int = 0, kind: str = "") -> 
     max_len:   maximum tokens of a text
     positions: rows of the table, at least max_len
     kind:      of layers that have a set of parameters of their own
+    rotated:   dimensions of a head, by default all
     """
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = rotated or getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if (size := max(max_len, positions) * width) > MAX_ROTATIONS:
         raise CapacityError(
             f"the rotations of {max(max_len, positions):,} positions (max_position_embeddings) are {size:,} "

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.joined_experts import has_joined_experts
-from outrider.checkpoints.names import GPT, MIXTRAL, ROUTER
-from outrider.checkpoints.packed import MIDPOINT, PackedWeights
+from outrider.checkpoints.names import GATES, GPT, MIXTRAL
+from outrider.checkpoints.packed import MIDPOINT
 from outrider.checkpoints.quantize import GROUP, quantize
-from outrider.checkpoints.scaled import ScaledWeights, quantized
+from outrider.checkpoints.quantized_layers import QuantizedLayers
+from outrider.checkpoints.scaled import quantized
 from outrider.checkpoints.validate import read_json
 from outrider.checkpoints.weights import SAFE, Weights, open_weights, write_tensors
 from outrider.core.quantized import QuantizedWeight
@@ -130,8 +131,8 @@ def _write_weights(weights: Weights, checkpoint: Checkpoint, folder: Path, bits:
     return size
 
 
-def _dense(weights: PackedWeights | ScaledWeights, names: Iterable[str]) -> dict[str, Tensor]:
-    words = f".{weights.layout.words}"
+def _dense(weights: QuantizedLayers, names: Iterable[str]) -> dict[str, Tensor]:
+    words = f".{weights.layout.values}"
     found = (f"{name.removesuffix(words)}.weight" if name.endswith(words) else name for name in names)
     return {name: weights.raw(name) for name in found if name in weights}
 
@@ -209,11 +210,11 @@ def _matrix(name: str, tensor: Tensor) -> bool:
         name.endswith(".weight")
         and tensor.dim() == 2
         and tensor.is_floating_point()
-        and not ROUTER.search(name)
+        and not GATES.search(name)
     )
 
 
 def _plain(weights: Weights, name: str) -> bool:
     shape = weights.shape(name)
-    whole = shape[-1] % GROUP == 0 and not ROUTER.search(name)
+    whole = shape[-1] % GROUP == 0 and not GATES.search(name)
     return name.endswith(".weight") and len(shape) == 2 and not whole

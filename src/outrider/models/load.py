@@ -39,6 +39,11 @@ def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, spli
     """
     spec, name = checkpoint.spec, checkpoint.spec.architecture
     if isinstance(spec, Spec):
+        if split and spec.recurrent is not None:
+            raise ConfigError(
+                f"gpu_layers is not for {name}, which has recurrent layers and runs on one device: leave it "
+                "out."
+            )
         return False
     supported = ", ".join(FAMILIES)
     if split:

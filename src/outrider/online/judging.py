@@ -140,18 +140,17 @@ class Judgement:
         pairs = list(zip(scores, in_use, strict=True))
         lower = Difference.of([old.loss - new.loss for new, old in pairs])
         risen = Difference.of([new.right - old.right for new, old in pairs])
-        finite = math.isfinite(lower.mean)
         return Judgement(
-            texts,
-            steps,
-            len(pairs),
-            mean(new.loss for new in scores),
-            mean(old.loss for old in in_use),
-            mean(new.right for new in scores),
-            mean(old.right for old in in_use),
-            risen.error,
-            finite and risen.certain,
-            lower.certain,
+            texts=texts,
+            steps=steps,
+            held=len(pairs),
+            loss=mean(new.loss for new in scores),
+            loss_in_use=mean(old.loss for old in in_use),
+            right=mean(new.right for new in scores),
+            right_in_use=mean(old.right for old in in_use),
+            needed=risen.error,
+            better=math.isfinite(lower.mean) and risen.certain,
+            learning=lower.certain,
         )
 
     @property

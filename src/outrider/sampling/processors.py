@@ -18,23 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.edits import Bits, Counted, Edits, bits_of
 from outrider.core.params import COLDEST, HOTTEST, SamplingParams
 from outrider.core.processor import Ids, Processor
+from outrider.core.tree import ROOT
 from outrider.errors import RequestError
 
 NEVER = float("-inf")
 
 
 class TokenValues:
-    """Token ids and a value for each, as tensors.
+    """Token ids and a value for each, as tensors.  given: the ids.
 
     `at` moves them to the device of the logits and drops ids beyond the row: a draft vocabulary may be
     smaller.
     """
 
     def __init__(self, ids: Iterable[int], values: Iterable[float] = ()) -> None:
-        self.ids, self.values = torch.tensor(list(ids)), torch.tensor(list(values), dtype=torch.float32)
-        self.largest = int(self.ids.max())
+        self.given = list(ids)
+        self.ids, self.values = torch.tensor(self.given), torch.tensor(list(values), dtype=torch.float32)
+        self.largest = max(self.given)
 
     def at(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids int64 [n] and values float32 [n] (or [0] without values), where the logits [V] are."""
@@ -53,6 +56,7 @@ class AllowedTokens:
 
     def __init__(self, allowed: Iterable[int]) -> None:
         self.allowed = TokenValues(sorted(set(allowed)))
+        self.bits: Bits | None = None  # made where a backend needs them
 
     def active(self, length: int) -> bool:
         return True
@@ -60,6 +64,14 @@ class AllowedTokens:
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
         allowed, _ = self.allowed.at(logits)
         return torch.full_like(logits, NEVER).index_copy_(0, allowed, logits[allowed])
+
+    def describe(self, edits: Edits) -> bool:
+        if self.bits is None:
+            every = np.zeros(self.allowed.largest + 1, bool)
+            every[self.allowed.given] = True
+            self.bits = bits_of(every)
+        edits.allow(self.bits)
+        return True
 
 
 class BadWords:
@@ -76,11 +88,22 @@ class BadWords:
         return length - self.prompt >= min(self.last)
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
-        output = len(ids) - self.prompt
-        banned = [
-            token for n, words in self.last.items() if n <= output for token in words.get(ids.tail(n), ())
-        ]
+        banned = self._banned(ids)
         return logits.index_fill(0, TokenValues(banned).at(logits)[0], NEVER) if banned else logits
+
+    def describe(self, edits: Edits) -> bool:
+        edits.ban_until(self.last.get(0, {}).get((), ()))
+        for node, path in enumerate(edits.paths, ROOT):
+            edits.ban(self._banned(Ids(edits.tokens, path), 1), node)
+        return True
+
+    def _banned(self, ids: Ids, least: int = 0) -> list[int]:
+        """The tokens that complete a sequence whose beginning has at least so many tokens."""
+        banned, output = list[int](), len(ids) - self.prompt
+        for n, words in self.last.items():
+            if least <= n <= output:
+                banned += words.get(ids.tail(n), ())
+        return banned
 
 
 class MinTokens:
@@ -94,6 +117,10 @@ class MinTokens:
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
         return logits.index_fill(0, self.ending.at(logits)[0], NEVER)
+
+    def describe(self, edits: Edits) -> bool:
+        edits.ban_until(self.ending.given, self.until - len(edits.tokens))
+        return True
 
 
 def min_tokens(prompt: int, minimum: int, ending: Iterable[int]) -> list[Processor]:
@@ -109,13 +136,17 @@ class LogitBias:
     """Add a bias to the logits of given tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self.bias = TokenValues(bias, bias.values())
+        self.given, self.bias = dict(bias), TokenValues(bias, bias.values())
 
     def active(self, length: int) -> bool:
         return True
 
     def __call__(self, ids: Ids, logits: Tensor) -> Tensor:
         return logits.index_add(0, *self.bias.at(logits))
+
+    def describe(self, edits: Edits) -> bool:
+        edits.bias.update(self.given)
+        return True
 
 
 # thread -> when the user's function that it runs was called, the outermost
@@ -161,6 +192,9 @@ class UserProcessor:
                 f"logits_processors: {name} must return logits of shape {tuple(logits.shape)}, {error}"
             ) from error
 
+    def describe(self, edits: Edits) -> bool:
+        return False
+
 
 def _edited(given: Any, logits: Tensor) -> Tensor:
     """A user function's result in dtype and device of `logits`.  Raises ValueError if it is invalid."""
@@ -200,6 +234,7 @@ class Penalties:
         self.place: dict[int, int] = {}  # token id -> index into the next two arrays
         self.token_ids = np.empty(limit, np.int64)  # distinct token ids
         self.penalties = np.empty(limit, np.float32)  # value subtracted from the logit of each
+        self.occurrences = np.empty(limit, np.int32)  # `counts` of each
 
     def active(self, length: int) -> bool:
         return self.repetition != 1 or length > self.prompt
@@ -220,8 +255,15 @@ class Penalties:
         where, off = _within_row(logits, largest, torch.from_numpy(tokens), torch.from_numpy(penalties))
         x = logits.index_select(0, where)
         if self.repetition != 1:
-            x = torch.where(x > 0, x / self.repetition, x * self.repetition)
+            repetition = x.new_full((), self.repetition)  # a device multiplies by the reciprocal of a number
+            x = torch.where(x > 0, x / repetition, x * repetition)
         return logits.index_copy(0, where, x - off)
+
+    def describe(self, edits: Edits) -> bool:
+        self._count(edits.tokens)
+        ids, counts = self.token_ids[: len(self.place)], self.occurrences[: len(self.place)]
+        edits.counted = Counted(self.repetition, self.frequency, self.presence, ids, counts, self.place)
+        return True
 
     def _penalty(self, count: int) -> float:
         return self.frequency * count + (self.presence if count else 0.0)
@@ -237,6 +279,7 @@ class Penalties:
             self.counts[token] = count = self.counts.get(token, 0) + (at >= self.prompt)
             place = self.place.setdefault(token, len(self.place))
             self.token_ids[place], self.penalties[place] = token, self._penalty(count)
+            self.occurrences[place] = count
             self.largest = max(self.largest, token)
         self.upto = len(tokens)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
 
 from outrider.core.logprobs import Entry
@@ -14,8 +13,9 @@ from outrider.errors import shortened
 from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.errors import ApiError, api_error
+from outrider.serve.ids import ATTEMPT, id_of
 from outrider.serve.logprobs import prompt_logprobs
-from outrider.serve.protocol import ATTEMPT, Classic, Sampling, StreamOptions, id_of
+from outrider.serve.protocol import ChatBody, Classic, Sampling, StreamOptions
 from outrider.serve.sampling import naming
 from outrider.serve.state import Server
 from outrider.serve.traces import HEADERS
@@ -112,7 +112,8 @@ class Job:
         """
         options = self.body.stream_options or StreamOptions()
         opened = f"data: {dumps(self.head(self.chunk_kind))[:-1]},"
-        usage = options.include_usage or self.server.options.enable_force_include_usage
+        asked, of_parts = options.include_usage, options.continuous_usage_stats
+        usage = (of_parts if asked is None else asked) or self.server.options.enable_force_include_usage
         began, sent = False, SoFar(opened, {"usage": None} if usage else {})
         try:
             with naming(self.body):
@@ -164,7 +165,7 @@ class Job:
         """New parts of a choice, each after its fields outside of `choices`."""
         new, begins = self.choices.delta(i, sample), index not in started
         parts = [*self.choices.first(i, sample), *new] if begins else new
-        if not (self.body.return_token_ids or self.body.return_origins):
+        if not (self.body.return_token_ids or self.body.return_origins or self._shows_prompt):
             started[index] = 0
             for part in parts:
                 yield {}, part
@@ -188,13 +189,23 @@ class Job:
         return usage_of(outputs, sum(counts))
 
     def _prompt_ids(self, i: int, chat: bool) -> dict[str, Any]:
-        """Ids of a prompt, if they are asked for and are in this place.
+        """Ids and text of a prompt, if they are asked for and are in this place.
 
         chat: beside the choices, as for chat; else in a choice, as for completions.
         """
-        if not self.body.return_token_ids or chat != (self.kind == "chat.completion"):
+        if chat != (self.kind == "chat.completion"):
             return {}
-        return {"prompt_token_ids": self.requests[i].ids}
+        made: dict[str, Any] = {}
+        if self.body.return_token_ids:
+            made["prompt_token_ids"] = self.requests[i].ids
+        if self._shows_prompt:
+            made["prompt_text"] = self.requests[i].prompt
+        return made
+
+    @property
+    def _shows_prompt(self) -> bool:
+        """Whether the text of the prompt is asked for, that a chat template has made."""
+        return isinstance(self.body, ChatBody) and self.body.return_prompt_text
 
     def _token_ids(self, sample: CompletionOutput, start: int) -> dict[str, Any]:
         return {"token_ids": sample.token_ids[start:]} if self.body.return_token_ids else {}
@@ -224,11 +235,6 @@ def ids_of(body: Sampling, prefix: str) -> Ids:
     headers = HEADERS.get({})
     shown = f"{prefix}{id_of(headers.get('x-request-id', ''))}"
     return Ids(shown, f"{shown}-{id_of(headers.get(ATTEMPT, ''))}")
-
-
-def derived(prefix: str, id: str) -> str:
-    """Id of a part of a response.  It follows from the response's id, so that a repeated one has it, too."""
-    return f"{prefix}{sha256(f'{prefix}{id}'.encode()).hexdigest()[:32]}"
 
 
 def without_text(output: RequestOutput) -> RequestOutput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -17,7 +17,7 @@ from outrider.serve.errors import ApiError
 from outrider.serve.harmony import CLOSINGS, HARMONY, HarmonyMarkers
 from outrider.serve.logprobs import of_token
 from outrider.serve.protocol import Calling, ChatBody
-from outrider.serve.sampling import check_logprobs, params_of
+from outrider.serve.sampling import check_budget, check_logprobs, params_of
 from outrider.serve.state import Server
 from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser, listed
 from outrider.serve.tool_choice import ToolUse
@@ -35,6 +35,7 @@ async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:
     """Check and tokenize a request of this id.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
     check_logprobs(body, server.options.max_logprobs)
+    check_budget(body, server.reasoning)
     use = ToolUse.of(body.tools, body.tool_choice, body.parallel_tool_calls)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true.", "top_logprobs")
@@ -50,10 +51,10 @@ async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:
     markers = server.reasoning
     if markers is not None and body.continue_final_message:
         markers = markers.within(str(body.messages[-1].get("content")))
-    params = params_of(body, server.llm.sampling, use.form, markers, **more)
+    params = params_of(body, server.llm.sampling, use.form, markers, markers, **more)
     prompt = conversation_of(server, body, use)
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
-    return Chat(server, body, request, reply_for(server, use, body, request, markers))
+    return Chat(server, body, request, reply_for(server, use, body, request, body.messages, markers))
 
 
 def conversation_of(server: Server, body: ChatBody, use: ToolUse) -> dict[str, Any]:
@@ -79,13 +80,16 @@ class Reply:
     """Reader of reasoning and tool calls in the text of a reply.
 
     parser: None: the text has no calls.  use: the tools of the request.  markers: of a reasoning behind the
-    prompt; None if there is none, or it stays in the text.
+    prompt; None if there is none, or it stays in the text.  id: of the request, for ids of calls.
+    calls_before: calls in the conversation so far.
     """
 
     parser: ToolParser | None
     use: ToolUse = field(default_factory=ToolUse)
     ending: frozenset[str] = frozenset()  # special tokens at the end of a text, which are not part of it
     markers: ReasoningMarkers | None = None
+    id: str = ""
+    calls_before: int = 0
 
     def read(self, text: str, finish_reason: str | None) -> Parsed:
         """Content and calls of a text so far.
@@ -100,7 +104,15 @@ class Reply:
         if self.use.limited:
             parsed = parsed.only(self.use.names)
         calls = parsed.calls[:1] if self.use.single else parsed.calls
+        calls = [self._with_id(call, number) for number, call in enumerate(calls)]
         return parsed._replace(calls=calls, reasoning=thought.reasoning, start=thought.start)
+
+    def _with_id(self, call: ToolCall, number: int) -> ToolCall:
+        """A call with the id that the chat template demands, if it demands one."""
+        if call.id or self.parser is None or self.parser.new_id is None:
+            return call
+        own = f"{self.id}/{number}"
+        return call._replace(id=self.parser.new_id(call.name, self.calls_before + number, own))
 
     async def reasoning_tokens(self, server: Server, request: Request, sample: CompletionOutput) -> int:
         """Number of the tokens of the reasoning."""
@@ -133,15 +145,20 @@ def tokens_before(start: int, server: Server, request: Request, sample: Completi
 
 
 def called(call: ToolCall) -> dict[str, Any]:
-    """A call in OpenAI's shape, with a new id."""
+    """A call in OpenAI's shape, with its id or a new one."""
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": call.id or f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def reply_for(
-    server: Server, use: ToolUse, body: Calling, request: Request, markers: ReasoningMarkers | None
+    server: Server,
+    use: ToolUse,
+    body: Calling,
+    request: Request,
+    messages: Sequence[Mapping[str, Any]],
+    markers: ReasoningMarkers | None,
 ) -> Reply:
-    """A reader of the replies to a request.  markers: of their reasoning."""
+    """A reader of the replies to a request.  messages: of the conversation.  markers: of their reasoning."""
     parser = server.tool_parser if use.tools else None
     separate = body.separate_reasoning is not False
     markers = markers_of(parser, markers, request.prompt or "") if separate else None
@@ -150,7 +167,9 @@ def reply_for(
     special = server.tokenizer.convert_ids_to_tokens(sorted(server.llm.engine.ending))
     own = CLOSINGS if isinstance(markers, HarmonyMarkers) else ()  # which say that a message is complete
     ending = frozenset(token for token in special if token and token not in own)
-    return Reply(parser, use, ending, markers)
+    given = [message.get("tool_calls") for message in messages]
+    before = sum(len(calls) for calls in given if isinstance(calls, list))
+    return Reply(parser, use, ending, markers, request.id, before)
 
 
 def markers_of(

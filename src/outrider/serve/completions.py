@@ -15,7 +15,7 @@ from outrider.serve.answers import Job, ids_of
 from outrider.serve.errors import ApiError
 from outrider.serve.logprobs import TextOffsets, best_tokens, bounded, prompt_logprobs, token_name
 from outrider.serve.protocol import CompletionBody
-from outrider.serve.sampling import check_logprobs, params_of
+from outrider.serve.sampling import check_budget, check_logprobs, params_of
 from outrider.serve.state import Server
 
 
@@ -23,6 +23,7 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
     """Check and tokenize a request.  Raises ApiError or RequestError."""
     adapter = server.adapter_of(body.model)
     check_logprobs(body, server.options.max_logprobs)
+    check_budget(body, server.reasoning)
     candidates = _candidates(body)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: text is continued, not filled in.", "suffix")
@@ -41,7 +42,7 @@ async def completion_job(server: Server, body: CompletionBody) -> Job:
         more["max_tokens"] = 1  # which `without_text` leaves out
     if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
         more["prompt_logprobs"] = body.logprobs
-    params = params_of(body, server.llm.sampling, **more)
+    params = params_of(body, server.llm.sampling, bounded=server.reasoning, **more)
     ids = ids_of(body, "cmpl-")
     prompts = _prompts(body) if body.add_special_tokens else await asyncio.to_thread(_encoded, server, body)
     requests = await server.read(prompts, params, ids.own, adapter, body.priority, body.cache_salt)

@@ -42,6 +42,7 @@ class ServerOptions(Checked):
     """Options of the server, each with its unit and the meaning of its default.
 
     port                 0: any free port
+    uds                  path of a Unix socket to listen on, instead of host and port
     served_model_name    names of the model in requests, the first one in responses; none: the model's path
     api_key              keys of which a request must carry one; none: no key is needed
     api_key_file         file with one key a line, beside `api_key`
@@ -76,6 +77,7 @@ class ServerOptions(Checked):
 
     host: Text = "127.0.0.1"
     port: Annotated[int, whole(0, 65535)] = 8000
+    uds: Text | None = None
     served_model_name: Texts = ()
     api_key: Texts = ()
     api_key_file: Text | None = None

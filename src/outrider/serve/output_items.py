@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.serve.answers import derived
+from outrider.serve.ids import derived
 from outrider.serve.tool_calls import Parsed, ToolCall
 
 Event = dict[str, Any]
@@ -91,7 +91,7 @@ class OutputItems:
         if number == len(self.calls):
             self.calls.append(len(self.items))
             own = f"{self.id}/{number}"
-            ids = {"id": derived("fc_", own), "call_id": derived("call_", own)}
+            ids = {"id": derived("fc_", own), "call_id": call.id or derived("call_", own)}
             yield from self._opened({"type": "function_call", **ids, "name": call.name, "arguments": ""})
         place = self.calls[number]
         item = self.items[place]

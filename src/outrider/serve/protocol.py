@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, TypeVar, get_args
-from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -33,11 +31,11 @@ UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are r
     **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "models take and make text"),
     "vllm_xargs": "give logits processors in Python, with SamplingParams",
     "repetition_detection": REPEATS,
+    "previous_response": "send the whole conversation as input",
     "previous_input_messages": "send the whole conversation as input",
     "enable_response_messages": "send the whole conversation as input",
     "logits_processors": "use them in Python, with SamplingParams",
     "logprob_token_ids": "ask for more logprobs",
-    "thinking_token_budget": "use max_tokens",
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
     "repeat_penalty": "use repetition_penalty",
@@ -56,26 +54,18 @@ UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are r
     "mcp_servers": "call their tools in the client",
     **dict.fromkeys(("container", "compaction", "thread", "fallbacks"), "it is of Anthropic's service"),
     "kv_transfer_params": "prompts are computed by the server itself",
+    "ec_transfer_params": "models take and make text",
 }
 # those that clients send without a content
-EMPTY = {"functions", "kv_transfer_params", "logits_processors", "media_io_kwargs", "mm_processor_kwargs",
-         "vllm_xargs"}  # fmt: skip
+EMPTY = {"functions", "kv_transfer_params", "ec_transfer_params", "logits_processors", "media_io_kwargs",
+         "mm_processor_kwargs", "vllm_xargs"}  # fmt: skip
+OFF = {"enable_response_messages"}  # those that clients send as false
 # fields of which one value is accepted, that which changes nothing -> what to do instead of another one
-CURES = {"use_beam_search": BEAMS, "length_penalty": BEAMS, "early_stopping": BEAMS}
-
-
-# header of a request that a router may repeat: with it, the ids of its parts are the same again
-ATTEMPT = "x-outrider-attempt"
-
-
-def is_id(header: str) -> bool:
-    """Whether a header gives an id."""
-    return re.fullmatch(r"[!-~]{1,200}", header) is not None
-
-
-def id_of(header: str) -> str:
-    """The id that a header gives, or a random one."""
-    return header if is_id(header) else uuid4().hex
+CURES = {
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), BEAMS),
+    "watermarking": "texts have no watermark",
+    "routed_experts_prompt_start": "leave it out",
+}
 
 
 class Body(BaseModel):
@@ -97,7 +87,7 @@ class Body(BaseModel):
     def _means_nothing(cls, name: str, value: Any) -> bool:
         if value is None:
             return not cls._has_null(name)
-        return name in EMPTY and value in ({}, [])
+        return (name in EMPTY and value in ({}, [])) or (name in OFF and value is False)
 
     @classmethod
     def _has_null(cls, name: str) -> bool:
@@ -119,7 +109,7 @@ class ErrorBody(Body):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool | None = None  # None: if continuous_usage_stats is given
     continuous_usage_stats: bool = False  # vLLM's
     include_obfuscation: bool | None = None
 
@@ -191,6 +181,11 @@ class Sampling(Body):
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
     early_stopping: Literal[False] | None = None
     truncation_side: Literal["left"] | None = None
+    watermarking: Literal[False] | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0, le=0)] | None = None
+    # of vLLM's routes that only render prompts: without effect here, as there
+    return_token_offsets: bool | None = None
+    return_mm_kwargs: bool | None = None
     # vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
@@ -212,6 +207,7 @@ class Sampling(Body):
     structural_tag: str | dict[str, Any] | None = None
     guided_whitespace_pattern: Text | None = None
     use_beam_search: Literal[False] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     priority: int = 0
     request_id: Text | None = None
     cache_salt: Text | None = None
@@ -283,6 +279,7 @@ class ChatBody(Classic, Calling):
     documents: Many[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    return_prompt_text: bool = False
     # accepted as vLLM's defaults alone
     echo: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None

@@ -14,12 +14,12 @@ from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.answers import ids_of, now
 from outrider.serve.chat import Reply, of_effort, reply_for
-from outrider.serve.errors import ApiError, api_error
+from outrider.serve.errors import ApiError, aborted, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.logprobs import MessageLogprobs
 from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
-from outrider.serve.sampling import check_logprobs, naming, of_format, params_of
+from outrider.serve.sampling import check_budget, check_logprobs, naming, of_format, params_of
 from outrider.serve.state import Server
 from outrider.serve.tool_choice import ToolUse
 from outrider.serve.usage import speculation_of, usage_of
@@ -38,6 +38,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     if body.background:
         raise ApiError(400, "background responses are not supported: leave it out.", "background")
     check_logprobs(body, server.options.max_logprobs)
+    check_budget(body, server.reasoning)
     with_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not with_logprobs:
         raise ApiError(400, f'top_logprobs needs include=["{LOGPROBS}"].', "top_logprobs")
@@ -52,15 +53,17 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     forms = [form for form in (_format(body), use.form) if form is not None]
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
-    params = params_of(body, server.llm.sampling, forms[0] if forms else None, server.reasoning, **more)
+    form, markers = forms[0] if forms else None, server.reasoning
+    params = params_of(body, server.llm.sampling, form, markers, markers, **more)
+    messages = messages_of(body.input, body.instructions)
     prompt = server.conversation(
-        messages_of(body.input, body.instructions),
+        messages,
         tools=use.tools or None,
         chat_template_kwargs=of_effort(_effort(body)),
     )
     ids = ids_of(body, "resp_")
     (request,) = await server.read([prompt], params, ids.own, adapter, body.priority, body.cache_salt)
-    reply = reply_for(server, use, body, request, server.reasoning)
+    reply = reply_for(server, use, body, request, messages, server.reasoning)
     made = Responses(server, body, ids.shown, now(), [request], reply)
     if with_logprobs:
         made.logprobs = MessageLogprobs(
@@ -153,11 +156,11 @@ class Responses:
         """Events for what is new in the text."""
         parsed = self.reply.read(sample.text, sample.finish_reason)
         logprobs = self.logprobs.of(sample, parsed) if self.logprobs is not None else ()
-        return self.items.grow(parsed, _status(sample), logprobs)
+        return self.items.grow(parsed, status_of(sample), logprobs)
 
     async def _ended(self, output: RequestOutput) -> dict[str, Any]:
         """The response of a text that has ended, and whose items are complete."""
-        made = self._head(_status(output.outputs[0]) or "completed")
+        made = self._head(status_of(output.outputs[0]) or "completed")
         made["output"] = self.items.items
         if made["status"] == "incomplete":
             made["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -205,8 +208,10 @@ class Responses:
         }
 
 
-def _status(sample: CompletionOutput) -> str | None:
-    """Status of the response; None before the text has ended."""
+def status_of(sample: CompletionOutput) -> str | None:
+    """Status of the response; None before the text has ended.  Raises ApiError for one that was aborted."""
+    if sample.finish_reason == "abort":
+        raise aborted()
     if sample.finish_reason is None:
         return None
     return "incomplete" if sample.finish_reason == "length" else "completed"

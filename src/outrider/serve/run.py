@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from errno import EADDRNOTAVAIL, EAFNOSUPPORT
-from socket import AI_PASSIVE, SOCK_STREAM, create_server, getaddrinfo, socket
+from pathlib import Path
+from socket import socket
 from types import FrameType
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from outrider.errors import ConfigError, EngineError
 from outrider.serve.app import make_app
 from outrider.serve.connection import connection_within
 from outrider.serve.guard import Gate
+from outrider.serve.listening import tcp_sockets, unix_socket
 from outrider.serve.log import described, log_throughput
 from outrider.serve.options import ServerOptions
 from outrider.serve.state import Server, cancelled
@@ -107,24 +108,12 @@ async def log_address(process: Process, options: ServerOptions, name: str) -> No
     while not process.started:
         await asyncio.sleep(0.01)
     for listener in [each for server in process.servers for each in server.sockets]:
-        host, port = listener.getsockname()[:2]
+        if isinstance(address := listener.getsockname(), str):
+            log.info("%s is served at unix://%s", name, address)
+            continue
+        host, port = address[:2]
         host = f"[{host}]" if ":" in host else host
         log.info("%s is served at %s://%s:%d", name, "https" if options.ssl_certfile else "http", host, port)
-
-
-def _bound(families: Mapping[Any, int]) -> list[socket]:
-    """Sockets of some of these addresses.  Those that this machine lacks are left out if there are others."""
-    made, lacking = [], None
-    for address, family in families.items():
-        try:
-            made.append(create_server(address, family=family))
-        except OSError as error:
-            if error.errno not in (EADDRNOTAVAIL, EAFNOSUPPORT):
-                raise
-            lacking = error
-    if lacking is not None and not made:
-        raise lacking
-    return made
 
 
 def _loading(load: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
@@ -171,7 +160,7 @@ class Process(uvicorn.Server):
     failure: Exception | None = None
 
     def __init__(self, app: ASGIApp, server: Ending, path: str = "") -> None:
-        """path: of a Unix socket to listen on, instead of host and port."""
+        """path: of a Unix socket to listen on, instead of the address of the options."""
         self.server, options = server, server.options
         config = uvicorn.Config(
             app,
@@ -195,7 +184,12 @@ class Process(uvicorn.Server):
 
     def run(self, sockets: list[socket] | None = None) -> None:
         self._load_config()
-        super().run(sockets or self._listening())
+        found = sockets or self._listening()
+        try:
+            super().run(found)
+        finally:
+            if self.config.uds is None and self.server.options.uds:
+                Path(self.server.options.uds).unlink(missing_ok=True)
         if self.failure is not None:
             raise self.failure
 
@@ -208,16 +202,11 @@ class Process(uvicorn.Server):
             raise ConfigError(f"{file} cannot be read: is the passphrase right?") from error
 
     def _listening(self) -> list[socket] | None:
-        """Sockets of all addresses of the host, before anything is loaded.  Raises ConfigError."""
-        host, port = self.config.host, self.config.port
+        """Sockets to listen on, before anything is loaded; None for those of uvicorn.  Raises ConfigError."""
         if self.config.uds is not None:
             return None
-        try:
-            found = getaddrinfo(host, port, type=SOCK_STREAM, flags=AI_PASSIVE)
-            return _bound({address: family for family, _, _, _, address in found})
-        except (OSError, UnicodeError) as error:
-            reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
-            raise ConfigError(f"{host}:{port} cannot be listened on: {reason}.") from error
+        options = self.server.options
+        return [unix_socket(options.uds)] if options.uds else tcp_sockets(options.host, options.port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # not super(): it would raise the signal again at the end, so the status of the process were not 0

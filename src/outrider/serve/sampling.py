@@ -39,12 +39,14 @@ def params_of(
     defaults: Mapping[str, Any],
     form: Mapping[str, Any] | None = None,
     markers: ReasoningMarkers | None = None,
+    bounded: ReasoningMarkers | None = None,
     **more: Any,
 ) -> SamplingParams:
     """SamplingParams of a body.
 
     defaults: of what the body does not give.
     form: structured_outputs of another field.  markers: of a reasoning that may come before any form.
+    bounded: of one that thinking_token_budget bounds; None if the reply has none.
     more: fields of other names; None is left out.
     Raises RequestError or ApiError naming the field.
     """
@@ -66,12 +68,29 @@ def params_of(
     if form and isinstance(markers, HarmonyMarkers) and "reasoning" not in form:
         raise ApiError(400, f"{field} is not supported for messages of gpt-oss: leave it out.", field)
     given["structured_outputs"] = {"reasoning": markers, **form} if form and markers else form
+    if bounded is None:
+        given["thinking_token_budget"] = None
+    elif body.thinking_token_budget not in (None, -1):
+        given["reasoning_markers"] = tuple(bounded)
     if body.speculation is not None:
         given["speculate"] = body.speculation.enabled and body.speculation.max_tokens != 0
         given["max_draft_tokens"] = body.speculation.max_tokens or None
         given["draft_method"] = body.speculation.method
     known = {key: value for key, value in {**given, **more}.items() if value is not None}
     return SamplingParams(**{"max_tokens": None, **defaults, **known})
+
+
+def check_budget(body: Sampling, markers: ReasoningMarkers | None) -> None:
+    """Raise ApiError if a body bounds a reasoning that is not known.  markers: of the server."""
+    if body.thinking_token_budget in (None, -1) or can_bound(markers):
+        return
+    cure = "use reasoning_effort" if markers else "start the server with --reasoning-parser"
+    raise ApiError(400, f"thinking_token_budget is not supported here: {cure}.", "thinking_token_budget")
+
+
+def can_bound(markers: ReasoningMarkers | None) -> bool:
+    """Whether a reasoning can be ended by its end marker: not one in messages of gpt-oss."""
+    return markers is not None and not isinstance(markers, HarmonyMarkers)
 
 
 def check_logprobs(body: Sampling, most: int) -> None:

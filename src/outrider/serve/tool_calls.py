@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,19 +16,20 @@ def _refused(number: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refused)
-# the beginning of a call as models write it, up to the brace of its arguments
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+STRING = r'"(?:[^"\\]|\\.)*"'
 
 
 class ToolCall(NamedTuple):
     """name: of the function.  arguments: JSON text, as the model wrote it if they come last.
 
-    complete: False while the arguments are incomplete.
+    complete: False while the arguments are incomplete.  id: that the model gave it, or that its chat template
+    demands; "" if it may have any.
     """
 
     name: str
     arguments: str
     complete: bool = True
+    id: str = ""
 
 
 class Parsed(NamedTuple):
@@ -60,24 +61,27 @@ Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> JSON schema of 
 class ToolParser:
     """One format.
 
-    markers: where calls begin.  bare: a text that begins with `{` is a call, too.
+    markers: where calls begin.  bare: pattern of a text that may be calls without a marker.
     read: text from the first marker on, and the tools -> its calls and other texts.
+    new_id: name of a function, number of the call in its conversation and a text of its own -> an id that the
+    chat template accepts.  None: it accepts any.
     """
 
     markers: tuple[str, ...]
     read: Callable[[str, Tools], Pieces]
-    bare: bool = False
+    bare: re.Pattern[str] | None = None
+    new_id: Callable[[str, int, str], str] | None = None
 
     def parse(self, text: str, finished: bool, tools: Tools | None = None) -> Parsed:
         """Content and calls.  Of a text that is not finished, an end that may become a marker is withheld.
 
         A call that has begun stays one, also if the text ends within it.  A finished text without a call is
-        content.  tools: a bare object that calls none of them is content; None: they are not known.
+        content.  tools: a bare text that calls none of them is content; None: they are not known.
         """
         known = tools or {}
         if not finished:
-            text = min((without_beginning(text, marker) for marker in self.markers), key=len)
-        is_bare = self.bare and text.lstrip().startswith("{")
+            text = held_back(text, self.markers)
+        is_bare = self.bare is not None and self.bare.match(text) is not None
         if is_bare:
             pieces = self.read(text, known)
             if tools is not None:
@@ -93,6 +97,24 @@ class ToolParser:
         return Parsed("" if is_bare else text.rstrip(), [])  # a marker may follow the space
 
 
+def held_back(text: str, markers: Iterable[str]) -> str:
+    """A text without an end that may become one of the markers."""
+    return min((without_beginning(text, marker) for marker in markers), key=len, default=text)
+
+
+def between(text: str, openings: Iterable[str], closings: Iterable[str]) -> str:
+    """The text behind a call: up to the next opening marker, without the closing ones in front of it.
+
+    closings: an end that may become one of them is left out, too.
+    """
+    ends = [at for marker in openings if (at := text.find(marker)) >= 0]
+    rest = text[: min(ends, default=len(text))].strip()
+    marks = [*closings]
+    while (mark := next(filter(rest.startswith, marks), None)) is not None:
+        rest = rest[len(mark) :].strip()
+    return "" if any(mark.startswith(rest) for mark in marks) else rest
+
+
 def _joined(content: str, pieces: Pieces) -> Parsed:
     """Calls, and the content in front of them with the other texts."""
     calls, before, lead = list[ToolCall](), 0, len(content)
@@ -106,12 +128,55 @@ def _joined(content: str, pieces: Pieces) -> Parsed:
     return Parsed(content, calls, before, lead=lead)
 
 
-def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, int]:
-    """The call of a JSON object at an index of the text, and where it ends: -1 if it is not complete.
+class Shape(NamedTuple):
+    """A way to write a call as a JSON object.
 
-    strict: an object without arguments is no call.
+    head: its beginning, as models write it, up to the brace of the arguments; group 1 is the name.
+    call: of the whole object, whose keys may be in another order; None if it is no call.
     """
-    head = _HEAD.match(text, at)
+
+    head: re.Pattern[str]
+    call: Callable[[Any], ToolCall | None]
+
+
+def _call(value: Any) -> ToolCall | None:
+    if not isinstance(value, Mapping):
+        return None
+    name = value.get("name", value.get("tool_name"))
+    if not isinstance(name, str):
+        return None
+    return ToolCall(name, text_of(value.get("arguments", value.get("parameters", {}))))
+
+
+def _strict_call(value: Any) -> ToolCall | None:
+    given = isinstance(value, Mapping) and ("arguments" in value or "parameters" in value)
+    return _call(value) if given else None
+
+
+def text_of(arguments: Any) -> str:
+    """JSON of arguments, which may be JSON in a string."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+_HEAD = re.compile(
+    rf'\{{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*{STRING}\s*,\s*)*"(?:tool_)?name"\s*:\s*({STRING})\s*,'
+    rf'\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
+NAMED = Shape(_HEAD, _call)  # {"name": …, "arguments": {…}}
+STRICT = Shape(_HEAD, _strict_call)  # the same, if it has arguments
+
+
+class Found(NamedTuple):
+    """calls: of a text.  end: of the last one that is complete.  complete: all of them are."""
+
+    calls: list[ToolCall]
+    end: int
+    complete: bool
+
+
+def call_at(text: str, at: int, shape: Shape = NAMED) -> tuple[ToolCall | None, int]:
+    """The call of a JSON object at an index of the text, and where it ends: -1 if it is not complete."""
+    head = shape.head.match(text, at)
     try:
         name = json.loads(head[1]) if head else ""
     except ValueError:
@@ -119,7 +184,7 @@ def call_at(text: str, at: int, strict: bool = False) -> tuple[ToolCall | None, 
     try:
         value, end = _DECODER.raw_decode(text, at)
         if head is None:
-            return _call(value, strict), end
+            return shape.call(value), end
         return ToolCall(name, text[head.end() : _DECODER.raw_decode(text, head.end())[1]]), end
     except (ValueError, RecursionError):
         given = text[head.end() :] if head else ""
@@ -134,41 +199,32 @@ def end_of(text: str) -> int | None:
         return None
 
 
-def _call(value: Any, strict: bool) -> ToolCall | None:
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return None
-    if strict and not ("arguments" in value or "parameters" in value):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(value["name"], text)
-
-
-def calls_in(text: str, at: int, separator: str, strict: bool = False) -> tuple[list[ToolCall], int]:
-    """The calls from an index on, with a separator between two, and the end of the last: -1 if incomplete."""
+def calls_in(text: str, at: int, separator: str, shape: Shape = NAMED) -> Found:
+    """The calls from an index on, with a separator (a pattern) between two."""
     calls: list[ToolCall] = []
-    between = re.compile(rf"\s*{separator}\s*")
+    follows = re.compile(rf"\s*{separator}\s*(?=\{{)")
     while True:
-        call, end = call_at(text, at, strict)
+        call, end = call_at(text, at, shape)
         calls += [] if call is None else [call]
-        follows = between.match(text, end) if end >= 0 else None
-        if follows is None:
-            return calls, end
-        at = follows.end()
+        if end < 0:
+            return Found(calls, at, False)
+        if (following := follows.match(text, end)) is None:
+            return Found(calls, end, True)
+        at = following.end()
 
 
-def listed(text: str) -> Pieces:
+def listed(text: str, separator: str = ",", shape: Shape = NAMED) -> Pieces:
     """The calls of a JSON list, or of a single object."""
+    found = found_in(text, separator, shape)
+    return [*found.calls, text[found.end :]] if found.calls and found.complete else [*found.calls]
+
+
+def found_in(text: str, separator: str = ",", shape: Shape = NAMED) -> Found:
+    """The calls of a JSON list at the beginning of a text, or of single objects."""
     opening = re.match(r"\s*(\[?)\s*", text)
     assert opening is not None, "it matches every text"
-    calls, end = calls_in(text, opening.end(), ",")
-    if opening[1] and end >= 0:
-        closing = re.compile(r"\s*\]").match(text, end)
-        end = closing.end() if closing else -1
-    return [*calls, text[end:]] if calls and end >= 0 else [*calls]
-
-
-def unmarked(rest: str) -> str:
-    """The text behind a call without its closing marker, or the beginning of that."""
-    rest = rest.strip()
-    return "" if "</tool_call>".startswith(rest) else rest.removeprefix("</tool_call>")
+    found = calls_in(text, opening.end(), separator, shape)
+    if opening[1] and found.complete:
+        closing = re.compile(r"\s*\]").match(text, found.end)
+        return found._replace(end=closing.end()) if closing else found._replace(complete=False)
+    return found

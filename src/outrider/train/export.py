@@ -11,17 +11,8 @@ from outrider.checkpoints.heads import Head
 from outrider.checkpoints.quantize import bits_of
 from outrider.errors import ConfigError, write_fault
 from outrider.heads.base import FINGERPRINT
-from outrider.train.base import write_head
+from outrider.train.base import Method, write_head
 from outrider.train.methods import methods
-
-# Methods whose heads another one trains, or writes.
-WRITTEN_AS = {
-    "dspark": "dflash",
-    "domino": "dflash",
-    "dflash2": "dflash",
-    "dflare": "dflash",
-    "lstm_speculator": "mlp_speculator",
-}
 
 
 def export(
@@ -47,11 +38,19 @@ def export(
         raise ConfigError(f"{model!r} is for the method {name!r}: only trained heads can be exported.")
     head = Head.open(model, revision)
     heads[name].check(head)
-    config, tensors = methods()[WRITTEN_AS.get(name, name)].convert(head, layout)
+    config, tensors = _writer(name).convert(head, layout)
     kept = {key: head.config[key] for key in (FINGERPRINT,) if key in head.config}
     with _writing(folder):
         write_head(folder, {**config, **kept}, tensors, bits_of(quantization))
     return name
+
+
+def _writer(name: str) -> type[Method]:
+    """The method that writes heads of a drafting method: the one that trains them."""
+    for made in methods().values():
+        if name in made.variants:
+            return made
+    return methods()["mlp_speculator" if name == "lstm_speculator" else name]
 
 
 @contextmanager

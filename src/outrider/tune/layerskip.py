@@ -21,7 +21,7 @@ from outrider.bench.measure import PLAIN, Configs, Measured, Prompts
 from outrider.core.params import SamplingParams
 from outrider.core.row import Speculation
 from outrider.draft.layerskip.sets import Skip
-from outrider.errors import ConfigError, write_fault
+from outrider.errors import ConfigError, saving
 from outrider.llm import LLM
 
 METHOD = "layerskip"
@@ -238,7 +238,5 @@ def save(best: Trial, layers: int, model: str, tried: int, measured: float, to: 
         "acceptance": round(best.counts.acceptance, 3),
         "measured speed-up": round(measured, 3),
     }
-    try:
+    with saving("set", to):
         to.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the set cannot be written to {str(to)!r}: {write_fault(error)}") from error

@@ -148,6 +148,12 @@ def children_of(tree: DraftTree) -> dict[int, list[int]]:
     return found
 
 
+def q_of(tree: DraftTree, node: int) -> Tensor | None:
+    """`DraftTree.distribution` on the CPU, where p is."""
+    q = tree.distribution(node)
+    return None if q is None else q.cpu()
+
+
 def point_mass(token: int, like: Tensor) -> Tensor:
     """The distribution, float64 [V], of a chosen token."""
     mass = torch.zeros_like(like)

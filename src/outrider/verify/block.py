@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
-from outrider.verify.base import RowPicker, Rule, point_mass, residual
+from outrider.verify.base import RowPicker, Rule, point_mass, q_of, residual
 
 
 class Block(Rule):
@@ -43,5 +43,5 @@ class Block(Rule):
 
 
 def _q(tree: DraftTree, node: int, like: Tensor) -> Tensor:
-    q = tree.distribution(node)
+    q = q_of(tree, node)
     return point_mass(tree.tokens[node], like) if q is None else q

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.core.tree import ROOT, DraftTree
 from outrider.sampling.random_streams import without
-from outrider.verify.base import RowPicker, Rule, children_of, point_mass, residual
+from outrider.verify.base import RowPicker, Rule, children_of, point_mass, q_of, residual
 
 
 @dataclass
@@ -72,7 +72,7 @@ def _with_q(tree: DraftTree, children: Sequence[int], p: Tensor) -> Iterator[tup
     """The children in order, each with the distribution that it was sampled from, given those before it."""
     left: dict[int, Tensor] = {}
     for child in children:
-        token, distribution = tree.tokens[child], tree.distribution(child)
+        token, distribution = tree.tokens[child], q_of(tree, child)
         if distribution is None:
             yield child, point_mass(token, p)
             continue

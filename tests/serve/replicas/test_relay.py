@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from outrider.serve.errors import ApiError
-from outrider.serve.protocol import ATTEMPT
+from outrider.serve.ids import ATTEMPT
 from outrider.serve.replicas import relay
 from outrider.serve.replicas.relay import Answer, NotReached, Question, Relay, ReplicaLost
 from outrider.serve.wire import DONE, event

@@ -19,10 +19,11 @@ from outrider.backends.cpu.lora import Adapter
 from outrider.backends.cpu.packing import KINDS, Packed, pack
 from outrider.backends.cpu.picking import Picking
 from outrider.backends.cpu.recurrence import CpuRecurrence
+from outrider.backends.cpu.recurrent_rows import attach
 from outrider.backends.cpu.rules import Distributions, TreeVerifier
 from outrider.backends.cpu.structs import StepView, address
 from outrider.backends.launch import AttentionShape, Call, Launched, launched
-from outrider.backends.layer import DecoderLayer, LayerExperts
+from outrider.backends.layer import DecoderLayer, LayerExperts, places
 from outrider.cache.pool import Pool
 from outrider.core.limits import check_attention
 from outrider.core.lora import Adapted, LayerSizes, Runs
@@ -133,21 +134,22 @@ class CpuBackend(Picking):
         """The layers as C structs.  They point into tensors that the result keeps alive."""
         check_attention("the model", spec.heads, spec.kv_heads, spec.head_dim, rotations.shape[1])
         packed = (STRUCTS["Layer"] * len(layers))()
-        for to, layer in zip(packed, layers):
+        for to, layer, place in zip(packed, layers, places(layers)):
+            to.place = place
             for name in structs.LINEARS:
                 if (linear := getattr(layer, name)) is not None:
                     setattr(to, name, linear.c)
             for name in structs.VECTORS:
                 setattr(to, name, address(getattr(layer, name)))
             to.window, to.rotary = layer.window, address(layer.rotations)
-        experts = structs.attach_experts(packed, layers)
+        structures = structs.attach_experts(packed, layers), structs.attach_deltas(packed, layers)
         sizes = {name: getattr(spec, name) for name in structs.SIZES} | structs.expert_sizes(layers)
         shape = STRUCTS["ModelShape"](
             **sizes, layers=len(layers), padded_dim=Pool.wide(spec.head_dim), scale=layers[0].scale,
             rotary_dim=rotations.shape[1], rotary=rotations.data_ptr(), cap=layers[0].cap,
             rounds_inputs=self._rounds_inputs, is_gelu=layers[0].gelu,
         )  # fmt: skip
-        return Stack(packed, shape, (layers, rotations, experts))
+        return Stack(packed, shape, (layers, rotations, structures))
 
     def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:
         layers = (STRUCTS["Layer"] * len(skips)).from_buffer_copy(stack.layers)
@@ -165,6 +167,7 @@ class CpuBackend(Picking):
         (step_input, pool, layer), adapters = kv, lora.rows(runs)
         stack.shape.kv_kind, keys = KINDS[pool.dtype], structs.keys_of(pool, layer)
         rows, width = structs.view(step_input).with_adapters(adapters), 0 if u is None else u.shape[1]
+        attach(rows, step_input, pool.states)
         given = x.data_ptr(), address(u), width, None
         self.lib.stack(stack.shape, stack.layers, rows, keys, pool.plane_bytes, *given)
         return x

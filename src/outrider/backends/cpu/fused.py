@@ -15,6 +15,7 @@ from outrider.backends.base import Chain, Chains, LayerKV
 from outrider.backends.cpu import lora, structs
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.packing import KINDS, Packed
+from outrider.backends.cpu.recurrent_rows import attach
 from outrider.backends.cpu.rules import TreeQueries
 from outrider.backends.cpu.structs import address
 from outrider.core.lora import Runs
@@ -55,6 +56,8 @@ class Logits(NamedTuple):
 
 class CpuFusedModel:
     """`FusedModel` by fused.c."""
+
+    has_recurrent = True
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib
@@ -98,7 +101,7 @@ class CpuFusedModel:
         return True
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
-        several, vocabulary, stop_rule, states = chains
+        several, vocabulary, stop_rule, states, _ = chains
         levels = max([chain.levels for chain in several])
         tokens = array("i", bytes(4 * levels * len(several)))
         features = array("f", bytes(0 if stop_rule is None else 4 * NUM_FEATURES * len(tokens)))
@@ -115,6 +118,7 @@ def _model(
     step_input, pool, _ = kv
     stack.shape.kv_kind, view = KINDS[pool.dtype], structs.view(step_input)
     rows, keys = view.with_adapters(adapters), structs.keys_of(pool)
+    attach(rows, step_input, pool.states)
     return stack.shape, stack.layers, ends.c, rows, view.input_ids, keys, pool.plane_bytes
 
 

@@ -14,10 +14,7 @@ from outrider.backends.cpu import threads
 from outrider.backends.cpu.bindings import STRUCTS
 from outrider.backends.cpu.structs import address
 from outrider.backends.recurrence import Activation, Path
-
-# Of the last dimension of a state.  The kernels' scratch memory grows with it, by a few KB for each, and they
-# abort the process if they get none.
-MAX_STATE_DIM = 512
+from outrider.core.limits import MAX_STATE_DIM
 
 
 class Forest:
@@ -25,8 +22,9 @@ class Forest:
 
     def __init__(self, path: Path) -> None:
         self.fresh = array("i", [int(slot in path.fresh) for slot in path.slot])
-        arrays = path.parent, path.slot, path.save, self.fresh
-        self.c = STRUCTS["Forest"](len(path), *[values.buffer_info()[0] for values in arrays])
+        arrays = path.parent, path.slot, path.save, self.fresh, path.copy
+        self.words = array("q", (len(path), *[values.buffer_info()[0] for values in arrays]))
+        self.c = STRUCTS["Forest"].from_buffer(self.words)
 
 
 class Rows:
@@ -66,7 +64,7 @@ class CpuRecurrence:
         out, given = torch.empty(len(path), channels), (weight.data_ptr(), address(bias))
         threads.adopt(self.lib)
         self.lib.short_conv(
-            _forest(path).c, rows.c, *given, taps, activation == "silu", tails.data_ptr(), out.data_ptr()
+            forest_of(path).c, rows.c, *given, taps, activation == "silu", tails.data_ptr(), out.data_ptr()
         )
         return out.to(x.dtype)
 
@@ -118,7 +116,7 @@ class CpuRecurrence:
         rows, out = [Rows(x) for x in inputs], torch.empty(len(path), heads, height)
         ends = address(skips), states.data_ptr(), out.data_ptr()
         threads.adopt(self.lib)
-        function(_forest(path).c, STRUCTS["Recurrent"](*[row.c for row in rows], *ends))
+        function(forest_of(path).c, STRUCTS["Recurrent"](*[row.c for row in rows], *ends))
         return out
 
     def sigmoid(self, x: Tensor) -> Tensor:
@@ -159,7 +157,7 @@ class CpuRecurrence:
         return y.to(x.dtype)
 
 
-def _forest(path: Path) -> Forest:
+def forest_of(path: Path) -> Forest:
     return path.derived(Forest, Forest)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -67,6 +67,9 @@ class TreeQueries:
         self.data = array("i", self.numbers)
         return b"".join(self.queries), len(self.sizes), self.data.buffer_info()[0]
 
+    def values(self, key: int, nodes: Sequence[int]) -> None:
+        """Log-probabilities are found by the sampler."""
+
     def read(self) -> list[tuple[int, Answer | None]]:
         """(key, answer) of every tree; None where the kernels gave none."""
         found: list[tuple[int, Answer | None]] = []
@@ -84,6 +87,7 @@ class TreeVerifier:
     """Verification by rules.c."""
 
     rules: Collection[str] = RULES
+    processes = False
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self.lib = lib

@@ -16,7 +16,7 @@ from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule, hidden_of
 
-LINEARS = ("qkv", "o", "gate_up", "down")
+LINEARS = ("qkv", "o", "gate_up", "down", "query_gate", "shared_gate")
 ROWS = STRUCTS["Rows"]
 SIZES = ("hidden", "inner", "heads", "kv_heads", "head_dim", "eps")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm", "norm_attended", "norm_mlp", "sinks")
@@ -45,11 +45,25 @@ def attach_experts(packed: Any, layers: Sequence[DecoderLayer]) -> list[Any]:
     return alive
 
 
+def attach_deltas(packed: Any, layers: Sequence[DecoderLayer]) -> list[Any]:
+    """Let `Layer`s of kernels.h point at their delta rules.  Returns these, which the caller keeps alive."""
+    alive = []
+    for to, layer in zip(packed, layers):
+        if (d := layer.delta) is not None:
+            vectors = [vector.data_ptr() for vector in (d.taps, d.bias, d.rates, d.norm)]
+            sizes = len(d.taps), d.key_heads, d.heads, d.key_dim, d.dim
+            delta = STRUCTS["LayerDelta"](d.qkvz.c, d.gates.c, *vectors, *sizes)
+            to.delta = ctypes.addressof(delta)
+            alive.append(delta)
+    return alive
+
+
 def expert_sizes(layers: Sequence[DecoderLayer]) -> dict[str, float]:
     """The fields of `ModelShape` about experts, which all layers with experts agree in."""
-    for experts in (layer.experts for layer in layers):
-        if experts is not None:
+    for layer in layers:
+        if (experts := layer.experts) is not None:
             return {
+                "shared_inner": 0 if layer.shared_gate is None else layer.down.inputs,
                 "experts": len(experts.down),
                 "chosen_experts": experts.chosen,
                 "expert_inner": experts.down[0].inputs,
@@ -83,8 +97,9 @@ class StepView:
         columns = at + size, at + 2 * size, at + 3 * size, at + 4 * size
         slots = self.tables.buffer_info()[0], step.path_slots.buffer_info()[0]
         sizes = n, step.max_path_len, step.max_seq_len, step.pinned
-        # words of 64 bits, without LoRA runs: the constructor takes 20 µs right behind a forward
-        self.rows = ROWS.from_buffer(array("q", (*sizes, *columns, *slots, 0, 0)))
+        # words of 64 bits, without LoRA runs and recurrent rows: the constructor takes 20 µs right behind a
+        # forward
+        self.rows = ROWS.from_buffer(array("q", (*sizes, *columns, *slots, 0, 0, 0)))
 
     def with_adapters(self, runs: ctypes.Array[Any] | None) -> Any:
         """The rows, with these runs of LoRA adapters (see lora.py).  The caller keeps the runs alive."""

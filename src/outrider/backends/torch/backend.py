@@ -29,8 +29,8 @@ from outrider.backends.base import (
     TopNext,
 )
 from outrider.backends.launch import AttentionShape, Call, Launched, launched
-from outrider.backends.layer import DecoderLayer, LayerExperts
-from outrider.backends.torch import attention, sampling
+from outrider.backends.layer import DecoderLayer, LayerExperts, places
+from outrider.backends.torch import attention, delta, mixture, sampling
 from outrider.backends.torch.attention import Group
 from outrider.backends.torch.recurrence import TorchRecurrence
 from outrider.backends.torch.verifier import TreeVerifier
@@ -59,6 +59,7 @@ class Stack:
     layers: Sequence[DecoderLayer]
     rotations: Tensor
     skips: Sequence[int]  # of every layer: 1 the attention, 2 the MLP
+    places: Sequence[int]  # see `places`
 
 
 def leave_out_amx() -> None:
@@ -201,10 +202,10 @@ class TorchBackend:
         return attention.attend(self.prepare(kv.step_input), q, spec, kv, scores, self.wide)
 
     def pack_layers(self, spec: ModelShape, layers: Sequence[DecoderLayer], rotations: Tensor) -> Stack:
-        return Stack(layers, rotations, [0] * len(layers))
+        return Stack(layers, rotations, [0] * len(layers), places(layers))
 
     def skip_sublayers(self, stack: Stack, skips: Sequence[int]) -> Stack:
-        return Stack(stack.layers, stack.rotations, skips)
+        return Stack(stack.layers, stack.rotations, skips, stack.places)
 
     def pack_adapter(self, spec: LayerSizes, layers: Adapted) -> Adapter:
         places, packed = lora.places(spec), Adapter()
@@ -222,24 +223,41 @@ class TorchBackend:
         self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
     ) -> Tensor:
         for i, (block, skip) in enumerate(zip(stack.layers, stack.skips)):
-            linear, own = _AdaptedLayer(self, block, i, runs), kv._replace(layer=kv.layer + i)
+            linear, own = _AdaptedLayer(self, block, i, runs), kv._replace(layer=kv.layer + stack.places[i])
             given = None if i else u
             if not skip & 1:
                 seen = self.rms_norm(x, block.norm_in, block.eps) if given is None else given
-                rotations = stack.rotations if block.rotations is None else block.rotations
-                q = self.rope_store(linear("qkv", seen), block, rotations, own)
-                plain = not block.cap and block.sinks is None
-                modifier = None if plain else ScoreModifier(block.cap, sinks=block.sinks)
-                found = self.attend(q, block, own, Scores(block.scale, block.window, modifier))
+                if block.delta is None:
+                    found = self._attended(seen, linear, stack.rotations, own)
+                else:
+                    found = delta.outputs(self, seen, block.delta, own)
                 x, given = self._add(x, linear, "o", found, block.norm_attended), None
             if not skip & 2:
                 seen = self.rms_norm(x, block.norm_post, block.eps) if given is None else given
                 if block.experts is not None:
                     x = self.add_mixture(x, seen, block.experts)
-                else:
+                if block.shared_gate is not None:
+                    inner, share = (
+                        self.silu_mul(linear("gate_up", seen)),
+                        self.linear(seen, block.shared_gate),
+                    )
+                    x = linear("down", inner * self.recurrence.sigmoid(share).to(inner), add=x)
+                elif block.experts is None:
                     act = self.gelu_mul if block.gelu else self.silu_mul
                     x = self._add(x, linear, "down", act(linear("gate_up", seen)), block.norm_mlp)
         return x
+
+    def _attended(self, u: Tensor, linear: _AdaptedLayer, rotations: Tensor, kv: LayerKV) -> Tensor:
+        """Attention output [n, H·D] of its input u."""
+        block = linear.layer
+        rotations = rotations if block.rotations is None else block.rotations
+        q = self.rope_store(linear("qkv", u), block, rotations, kv)
+        plain = not block.cap and block.sinks is None
+        modifier = None if plain else ScoreModifier(block.cap, sinks=block.sinks)
+        found = self.attend(q, block, kv, Scores(block.scale, block.window, modifier))
+        if block.query_gate is None:
+            return found
+        return self.recurrence.gate(found, self.linear(u, block.query_gate), "sigmoid")
 
     def _add(self, x: Tensor, linear: _AdaptedLayer, name: str, found: Tensor, norm: Tensor | None) -> Tensor:
         """x plus a linear, or plus its norm."""
@@ -249,30 +267,7 @@ class TorchBackend:
 
     def add_mixture(self, x: Tensor, u: Tensor, experts: LayerExperts) -> Tensor:
         """x plus the weighted sum of every row's experts of u, in place."""
-        return x.add_(self._mixture(u, experts))
-
-    def _gated(self, x: Tensor, experts: LayerExperts) -> Tensor:
-        """What enters `down`.  Row by row where torch computes the last elements of a call in another way."""
-        if not (limit := experts.gate_limit):
-            return self.silu_mul(x)
-        gate, up = x.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        shares = torch.stack([torch.sigmoid(row * experts.gate_slope) for row in gate])
-        return gate * shares * (up + 1)
-
-    def _mixture(self, x: Tensor, experts: LayerExperts) -> Tensor:
-        """The weighted sum [n, h] of every row's experts, by number, each computed for all of its rows."""
-        probs = torch.softmax(self.linear(x, experts.router).float(), dim=-1)
-        weights, chosen = probs.topk(experts.chosen)
-        if experts.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
-        total = torch.zeros_like(x)
-        for expert in sorted({*chosen.flatten().tolist()}):
-            rows, rank = (chosen == expert).nonzero(as_tuple=True)
-            inner = self._gated(self.linear(x[rows], experts.gate_up[expert]), experts)
-            y = self.linear(inner, experts.down[expert]) * weights[rows, rank, None].to(x)
-            total[rows] = total[rows] + y
-        return total
+        return x.add_(mixture.outputs(self, u, experts))
 
     def should_stop(
         self, stop_rule: StopRule, logits: Tensor, temperature: float, token: int, depth: int, row: int = 0

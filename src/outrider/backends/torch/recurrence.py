@@ -8,7 +8,7 @@ another way than those before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ class Level(NamedTuple):
 
     parents: [n], indices of the level before.  In the first level slots.
     fresh:   [n], 1 in the first level if the slot has no state yet
-    saved:   indices of the level whose states are stored in the slots `to`
+    saved:   indices of the level whose states are stored in the slots `to`, copies included
     """
 
     rows: Tensor
@@ -40,7 +40,7 @@ class Windows(NamedTuple):
     """For each row the inputs before it: indices of [stored tails of the `slots` | inputs | a row of zeros].
 
     before: [N, K-1], the oldest first
-    saved:  rows whose last K-1 inputs are stored in the slots `to`
+    saved:  rows whose last K-1 inputs are stored in the slots `to`, copies included
     """
 
     slots: Tensor
@@ -63,10 +63,11 @@ def levels_of(path: Path, device: torch.device) -> list[Level]:
             depths[depth].append(row)
         parts: list[list[int]] = []
         for depth, rows in enumerate(depths):
-            saved = [i for i, row in enumerate(rows) if path.save[row]]
+            stores = _stores(path, rows)
             parents = [index[path.parent[row]] if depth else path.slot[row] for row in rows]
             fresh = [int(depth == 0 and path.slot[row] in path.fresh) for row in rows]
-            parts += [rows, parents, fresh, saved, [path.slot[rows[i]] for i in saved]]
+            saved = [index[row] for row, _ in stores]
+            parts += [rows, parents, fresh, saved, [slot for _, slot in stores]]
         moved = _on(parts, device)
         return [Level(*moved[at : at + 5]) for at in range(0, len(moved), 5)]
 
@@ -89,12 +90,23 @@ def windows_of(path: Path, taps: int, device: torch.device) -> Windows:
             else:
                 stored = place[path.slot[row]]
                 before.append([*range(stored, stored + taps - 1)])
-        saved = [row for row in range(len(path)) if path.save[row]]
+        stores = _stores(path, range(len(path)))
         flat = [index for window in before for index in window]
-        moved = _on([slots, flat, saved, [path.slot[row] for row in saved]], device)
+        moved = _on([slots, flat, [row for row, _ in stores], [slot for _, slot in stores]], device)
         return Windows(moved[0], moved[1].view(len(path), taps - 1), *moved[2:])
 
     return path.derived((windows_of, taps, device), make)
+
+
+def _stores(path: Path, rows: Iterable[int]) -> list[tuple[int, int]]:
+    """(row, slot that its state is written to), of those among `rows` that are saved or copied."""
+    stores = list[tuple[int, int]]()
+    for row in rows:
+        if path.save[row]:
+            stores.append((row, path.slot[row]))
+        if path.copy[row] >= 0:
+            stores.append((row, path.copy[row]))
+    return stores
 
 
 def _on(parts: list[list[int]], device: torch.device) -> list[Tensor]:

@@ -52,11 +52,12 @@ def filtered(logits: Tensor, distribution: DistributionParams) -> Tensor:
     """Logits [V] at temperature, -inf where a filter removes a token.  Greedy decoding removes none."""
     if distribution.temperature == 0:
         return logits.float()
+    logits = logits.float()
+    # as a tensor: a device multiplies by the reciprocal of a number
+    warmed = logits / logits.new_full((), distribution.temperature)
     if distribution == DistributionParams(distribution.temperature):
-        return logits.float() / distribution.temperature
-    return (logits.float() / distribution.temperature).masked_fill(
-        below(logits, distribution) == float("-inf"), float("-inf")
-    )
+        return warmed
+    return warmed.masked_fill(below(logits, distribution) == float("-inf"), float("-inf"))
 
 
 def probabilities(logits: Tensor, distribution: DistributionParams) -> Tensor | None:

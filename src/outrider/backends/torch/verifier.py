@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ class TreeQueries:
     def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
         self.trees.append(TreeQuery.of(key, row, tree, root))
 
+    def values(self, key: int, nodes: Sequence[int]) -> None:
+        """Log-probabilities are found by the sampler."""
+
     def read(self) -> Iterator[tuple[int, Answer | None]]:
         picked = self.picked.tolist()
         for query in self.trees:
@@ -54,6 +57,7 @@ class TreeVerifier:
     """Only the picked tokens go to the host, in one copy; from `mps`, which has no float64, all logits do."""
 
     rules = ("match",)
+    processes = False
 
     def queries(self, rule: str) -> TreeQueries:
         return TreeQueries()

@@ -38,7 +38,7 @@ class TritonBackend(TorchBackend):
         device = torch.empty(0, device=device).device  # with its number, as in the tensors of graphs
         super().__init__(device, dtype)
         self.exact = device.type != "cuda" or linear.same_in_all_tiles(device, dtype)
-        self.verifier = TreeVerifier()
+        self.verifier = TreeVerifier(device)
         self.pick_next, self.top_next = picking.pick_next, picking.TopNext()
         self.graphs, self.fused = graphs.graphs_for(device), TritonFusedModel(self)
         self.name = f"Triton on {device} ({str(dtype).removeprefix('torch.')})"
@@ -95,7 +95,7 @@ class TritonBackend(TorchBackend):
     def run_layers(
         self, stack: Stack, x: Tensor, kv: LayerKV, runs: Runs = (), u: Tensor | None = None
     ) -> Tensor:
-        if self.graphs is None or runs:
+        if self.graphs is None or runs or any(layer.delta is not None for layer in stack.layers):
             return super().run_layers(stack, x, kv, runs, u)
         return jobs.run_layers(self.graphs, super().run_layers, jobs.LayersCall(stack, x, kv, u))
 

@@ -24,7 +24,7 @@ from outrider.backends.triton.plan import (
     total,
 )
 from outrider.backends.triton.sampling import PARAMS, param_bytes
-from outrider.core.noise import key_in
+from outrider.core.noise import DRAW, key_in, uniform
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained, NodeFeatures
 
@@ -42,6 +42,7 @@ class ChainInput(NamedTuple):
     ids:          int32 [N], of the first forward
     after:        int32 [C], the row of the first forward that a chain begins after
     owners:       int64 [levels, C, 2], as in `sampling.Rows`
+    samples:      int64 [levels, C, 2], as in `distributions.sample`
     params:       float64 [C, PARAMS]
     temperatures: float64 [C], 1 where tokens are greedy
     plan:         of the first forward
@@ -51,6 +52,7 @@ class ChainInput(NamedTuple):
     ids: Tensor
     after: Tensor
     owners: Tensor
+    samples: Tensor
     params: Tensor
     temperatures: Tensor
     plan: Plan
@@ -66,7 +68,7 @@ class ChainNumbers:
     def __init__(self, sizes: Sizes, levels: int, count: int) -> None:
         self.sizes, self.levels, self.count = sizes, levels, count
         self.level_sizes = Sizes(count, count, sizes.keys, 0, sizes.table, sizes.pinned)
-        words = 2 * (levels * count * 2 + count * (PARAMS + 1))
+        words = 2 * (levels * count * 4 + count * (PARAMS + 1))
         level = COLUMNS * aligned(count) + aligned(3 * count)
         self.parts = [aligned(sizes.rows), aligned(count), aligned(words), (levels - 1) * level, total(sizes)]
         self.total = sum(self.parts)
@@ -88,20 +90,21 @@ class ChainNumbers:
         ids, after, words, levels, plan = flat.split(self.parts)
         count = self.count
         owners = self.levels * count * 2
-        wide = words[: 2 * (owners + count * (PARAMS + 1))].view(torch.int64)
-        numbers = wide[owners:].view(torch.float64)
+        wide = words[: 2 * (2 * owners + count * (PARAMS + 1))].view(torch.int64)
+        numbers = wide[2 * owners :].view(torch.float64)
         first, plans = Plan.of(plan, self.sizes), []
+        keys, samples = wide[: 2 * owners].view(2, self.levels, count, 2)
         for part in levels.split(len(levels) // (self.levels - 1)) if self.levels > 1 else ():
             *columns, pieces = part.split([*[aligned(count)] * COLUMNS, aligned(3 * count)])
             rest = first.path_slots, pieces[: 3 * count], first.table_slots  # no row has a path
             plans.append(Plan._make([*(column[:count] for column in columns), *rest]))
         return ChainInput(
-            ids[: self.sizes.rows], after[:count], wide[:owners].view(self.levels, count, 2),
+            ids[: self.sizes.rows], after[:count], keys, samples,
             numbers[: count * PARAMS].view(count, PARAMS), numbers[count * PARAMS :], first, plans,
         )  # fmt: skip
 
     def _words(self, tips: Sequence[_Tip], chains: Sequence[Chain], vocabulary: int) -> array[int]:
-        """owners, params and temperatures, 8 bytes each."""
+        """owners, samples, params and temperatures, 8 bytes each."""
         owners, params = array("Q", bytes(16 * self.levels * self.count)), list[bytes]()
         numbers, width = array("Q", range(len(tips))), 2 * len(tips)
         for level in range(self.levels):
@@ -116,7 +119,18 @@ class ChainNumbers:
             params.append(param_bytes(chain.distribution, vocabulary))
             temperatures[i] = chain.distribution.temperature or 1.0
         padded = b"".join(params).ljust(8 * PARAMS * self.count, b"\0")
-        return array("q", owners.tobytes() + padded + temperatures.tobytes())
+        samples = self._samples(tips, chains)
+        return array("q", owners.tobytes() + samples.tobytes() + padded + temperatures.tobytes())
+
+    def _samples(self, tips: Sequence[_Tip], chains: Sequence[Chain]) -> array[int]:
+        """`ChainInput.samples`."""
+        samples = array("Q", bytes(16 * self.levels * self.count))
+        for i, (tip, chain) in enumerate(zip(tips, chains)):
+            for level, kept in enumerate(() if chain.probs is None else chain.probs[: chain.levels]):
+                random = uniform(chain.stream, DRAW, tip.position, chain.first_node + level)
+                own = array("Q", [kept.data_ptr()]) + array("Q", array("d", [random]).tobytes())
+                samples[2 * (level * self.count + i) : 2 * (level * self.count + i + 1)] = own
+        return samples
 
     def _level_numbers(self, tips: Sequence[_Tip]) -> array[int]:
         length = len(tips)

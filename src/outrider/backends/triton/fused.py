@@ -10,30 +10,32 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from outrider.backends.base import Backend, Chains, LayerKV
+from outrider.backends.layer import places
 from outrider.backends.torch.backend import Stack
 from outrider.backends.triton import chain_numbers
+from outrider.backends.triton.besides import NO_MORE, Besides
 from outrider.backends.triton.chain_numbers import ChainInput, ChainNumbers, levels_of
+from outrider.backends.triton.distributions import sample
 from outrider.backends.triton.features import features_of
 from outrider.backends.triton.graphs import LAUNCHED, LAUNCHED_DRAFT, Graphs, Results
-from outrider.backends.triton.jobs import ROWS, cost_of, frame, kind_of, padded, padded_rows
-from outrider.backends.triton.linear import FEW, TritonWeight
+from outrider.backends.triton.jobs import cost_of, frame, kind_of, padded, padded_rows
+from outrider.backends.triton.linear import TritonWeight
 from outrider.backends.triton.picking import next_tokens
 from outrider.backends.triton.plan import Plan, Sizes, aligned, install, load_step, total
-from outrider.backends.triton.verifier import WORDS, TreeQueries, answers_to
-from outrider.core.device import power_of_two
+from outrider.backends.triton.rules import RuleQueries
+from outrider.backends.triton.sizes import ChainSizes, StepSizes, first_rows, padded_wanted
+from outrider.backends.triton.verifier import TreeQueries
 from outrider.core.lora import Runs
 from outrider.core.step import FINAL
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
 
-# Rows with logits in graphs of as many rows and more: as fast as one, for the weights of the head are read.
-FEW_WANTED = 64
 # Rows with logits that add as much as the first row of a step takes: by operations and bytes of 8 B weights,
 # not measured.
 WANTED_AS_LONG = 2000
@@ -62,6 +64,8 @@ class Launching(Backend, Protocol):
 class TritonFusedModel:
     """`FusedModel`."""
 
+    has_recurrent = False  # a recording holds no states
+
     def __init__(self, backend: Launching) -> None:
         self.backend = backend
 
@@ -74,11 +78,12 @@ class TritonFusedModel:
         self, stack: Stack, ends: Ends, kv: LayerKV, states: dict[int, Tensor], queries: Any, runs: Runs = ()
     ) -> Tensor:
         model, graphs = _Model(self.backend, stack, ends, kv), self.backend.graphs
-        sizes = None if graphs is None or runs else _step_sizes(model)
+        sizes = None if graphs is None or runs else _step_sizes(model, queries)
         job = _Step(model, tuple(sorted(states)), queries, runs, sizes)
         logits, *found = _results(job, graphs)
         if queries is not None:
-            queries.answered(found.pop())
+            answers = [found.pop() for _ in range(1 + (queries.more.values > 0))]
+            queries.answered(*reversed(answers))
         if found:  # one copy, however many there are
             n = kv.step_input.length
             wide = found[0] if len(found[0]) == n else found[0][:n]
@@ -88,10 +93,10 @@ class TritonFusedModel:
         return logits.clone() if job.graphed else logits  # any graph's next replay may use this memory
 
     def extends(self, chains: Chains) -> bool:
-        """Not chains that are read after every token, or whose tokens are sampled from what is returned."""
-        if any(chain.probs is not None for chain in chains.chains):
+        """Not chains that are read after every token, or samples whose distributions are for the host."""
+        device, rule = self.backend.device, chains.stop_rule
+        if any(chain.probs is not None and chain.probs.device != device for chain in chains.chains):
             return False
-        rule = chains.stop_rule
         if rule is None:
             return True
         return not rule.judges and not any(chain.floor or chain.joint_floor for chain in chains.chains)
@@ -132,7 +137,8 @@ class _Model:
 
     def run(self, x: Tensor, step: StepInput, runs: Runs = (), layers: slice = slice(None)) -> Tensor:
         """Some of the blocks.  The kernels of a block are launched one by one."""
-        part = Stack(self.layers[layers], self.stack.rotations, self.stack.skips[layers])
+        own_layers, skips = self.layers[layers], self.stack.skips[layers]
+        part = Stack(own_layers, self.stack.rotations, skips, places(own_layers))
         kv = LayerKV(step, self.kv.pool, self.kv.layer + (layers.start or 0))
         own = [(first, count, adapter[layers]) for first, count, adapter in runs]  # updates of each layer
         return self.backend.launch_layers(part, x, kv, own)
@@ -145,37 +151,20 @@ class _Model:
         return self.backend.soft_cap(logits, self.ends.cap) if self.ends.cap else logits
 
 
-class StepSizes(NamedTuple):
-    """step: of the plan.  wanted: rows with logits."""
-
-    step: Sizes
-    wanted: int
-
-
-class ChainSizes(NamedTuple):
-    """step: of the plan of the first forward.  chains: how many."""
-
-    step: Sizes
-    levels: int
-    chains: int
-
-
-def _step_sizes(model: _Model) -> StepSizes | None:
+def _step_sizes(model: _Model, queries: TreeQueries | RuleQueries | None) -> StepSizes | None:
     """The padded sizes of a step; None if it is too long for a graph."""
     step = model.kv.step_input
     sizes = padded(Sizes.of(step), model.layers[0])
-    return None if sizes is None else StepSizes(sizes, _padded_wanted(len(step.logits_rows), sizes.rows))
-
-
-def _padded_wanted(wanted: int, rows: int) -> int:
-    """Rows with logits in a graph of so many rows: of few sizes, for a step with a prompt has any number."""
-    return min(rows, padded_rows(max(wanted, FEW_WANTED)))
+    if sizes is None:
+        return None
+    more = NO_MORE if queries is None else queries.more
+    return StepSizes(sizes, padded_wanted(len(step.logits_rows), sizes.rows), more)
 
 
 def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
     """What is left after the rows that the graph of these chains has no room for: few graphs serve all."""
     step, ends, levels = model.kv.step_input, [chain.at for chain in chains.chains], levels_of(chains)
-    room = _first_rows(len(ends), levels)
+    room = first_rows(len(ends), levels)
     if step.length <= room:
         return model, chains
     early, late, places = step.split(ends, max(1, min(1 + levels, room // len(ends))))
@@ -186,16 +175,11 @@ def _caught_up(model: _Model, chains: Chains) -> tuple[_Model, Chains]:
     return model.at(step.only(late)), chains._replace(chains=rest)
 
 
-def _first_rows(count: int, levels: int) -> int:
-    """Rows of the first forward of chains: for each a token, and those of a chain accepted before."""
-    return max(padded_rows(min(power_of_two(count) * (1 + levels), ROWS[-1])), FEW.rows)
-
-
 def _chain_sizes(model: _Model, chains: Chains) -> ChainSizes | None:
     """The padded sizes of chains; None if their first forward is too long for a graph."""
     count, levels = len(chains.chains), levels_of(chains)
     exact = Sizes.of(model.kv.step_input, more=levels - 1)
-    rows = max(exact.rows, _first_rows(count, levels))
+    rows = max(exact.rows, first_rows(count, levels))
     sizes = padded(exact._replace(rows=rows), model.layers[0])
     return None if sizes is None else ChainSizes(sizes, levels, padded_rows(count))
 
@@ -211,9 +195,9 @@ def _with_plan(job: _Step | _Chain, plan: Plan) -> StepInput:
 class _Step:
     """`Job` of a step.
 
-    Its inputs are int32 numbers: ids [N], rows with logits [M], `verifier.WORDS` words of 8 bytes of each of
-    these for the trees, and the plan.  Its results: logits [M, V], states [N, states · h] side by side, and
-    answers, each if asked for.
+    Its inputs are int32 numbers: ids [N], rows with logits [M], as many words of 8 bytes of each of these as
+    the trees have, and the plan; and besides them those of `Asked.more_numbers`.  Its results: logits [M, V],
+    states [N, states · h] side by side, answers and values, each if asked for.
     """
 
     launched = LAUNCHED
@@ -222,35 +206,43 @@ class _Step:
         self,
         model: _Model,
         states: tuple[int, ...],
-        queries: TreeQueries | None,
+        queries: TreeQueries | RuleQueries | None,
         runs: Runs,
         sizes: StepSizes | None,
     ) -> None:
         self.model, self.step, self.states = model, model.kv.step_input, states
         self.queries, self.runs, self.graphed = queries, runs, sizes is not None
-        self.padded = sizes or StepSizes(Sizes.of(self.step), len(self.step.logits_rows))
-        step, self.wanted = self.padded
-        self.sizes, self.cost = (*step, self.wanted), cost_of(step.rows) + self.wanted / WANTED_AS_LONG
+        more = NO_MORE if queries is None else queries.more
+        self.padded = sizes or StepSizes(Sizes.of(self.step), len(self.step.logits_rows), more)
+        step, self.wanted, self.more = self.padded
+        self.sizes = *step, self.wanted, *self.more
+        self.cost = cost_of(step.rows) + self.wanted / WANTED_AS_LONG
         self.uses = model.stack, model.kv.pool
-        self.rest = model.kv.layer, *kind_of(step), states, queries is None
-        words = 0 if queries is None else 2 * WORDS * self.wanted
+        asked = None if queries is None else (queries.rule, more.edits > 0, queries.asked.mode)
+        self.rest = model.kv.layer, *kind_of(step), states, asked
+        words = 0 if queries is None else 2 * queries.words_each * self.wanted
         self.parts = [aligned(step.rows), aligned(self.wanted), aligned(words), total(step)]
 
     def at(self, sizes: tuple[int, ...]) -> _Step:
-        *step, wanted = sizes
-        return _Step(self.model, self.states, self.queries, self.runs, StepSizes(Sizes(*step), wanted))
+        return _Step(self.model, self.states, self.queries, self.runs, StepSizes.of(sizes))
 
     def launch(self) -> Results:
         exact = _Step(self.model, self.states, self.queries, self.runs, None) if self.graphed else self
         return exact.compute(exact.inputs())
 
-    def inputs(self) -> Tensor:
+    def inputs(self) -> tuple[Tensor, Tensor]:
         flat = torch.zeros(sum(self.parts), dtype=torch.int32, device=self.model.backend.device)
-        self.load(flat)
-        return flat
+        besides = flat[:0]
+        if self.more != NO_MORE:
+            besides = flat.new_zeros(self.more.length(self.wanted))
+        self.load((flat, besides))
+        return flat, besides
 
-    def load(self, flat: Tensor) -> None:
-        ids, rows, words, _ = self.parts
+    def load(self, inputs: tuple[Tensor, Tensor]) -> None:
+        (flat, besides), (ids, rows, words, _) = inputs, self.parts
+        if self.queries is not None and self.more != NO_MORE:
+            more = torch.from_numpy(self.queries.more_numbers(self.wanted, self.more))
+            besides[: len(more)].copy_(more, non_blocking=True)
         numbers = array("i", bytes(4 * (ids + rows + words)))
         numbers[: self.step.length] = array("i", self.step.input_ids)
         numbers[ids : ids + len(self.step.logits_rows)] = array("i", self.step.logits_rows)
@@ -259,8 +251,8 @@ class _Step:
             numbers[ids + rows : ids + rows + len(trees)] = trees
         load_step(flat, numbers, self.step, self.padded.step)
 
-    def compute(self, flat: Tensor) -> Results:
-        model = self.model
+    def compute(self, inputs: tuple[Tensor, Tensor]) -> Results:
+        (flat, more), model = inputs, self.model
         ids, rows, words, numbers = flat.split(self.parts)
         step = _with_plan(self, Plan.of(numbers, self.padded.step))
         x, taps = self._run(model.embed(ids[: self.padded.step.rows]), step)
@@ -269,8 +261,9 @@ class _Step:
         kept = [model.final(x) if layer == FINAL else taps[layer] for layer in self.states]
         found = [torch.cat(kept, dim=1)] if len(kept) > 1 else kept
         if self.queries is not None:
-            most = self.wanted if self.graphed else self.queries.most
-            found.append(answers_to(logits, words[: 2 * WORDS * self.wanted].view(torch.int64), most))
+            numbers = words[: 2 * self.queries.words_each * self.wanted].view(torch.int64)
+            besides = Besides(self.more, more, self.queries.asked.mode)
+            found += self.queries.answers_to(logits, numbers, self.graphed, besides)
         return logits, *found
 
     def _run(self, x: Tensor, step: StepInput) -> tuple[Tensor, dict[int, Tensor]]:
@@ -299,7 +292,7 @@ class _Chain:
         self.sizes, self.cost = (*step, levels, count), cost_of(step.rows, *[count] * (levels - 1))
         self.uses = model.stack, model.kv.pool
         asked = chains.stop_rule is None, chains.states is None
-        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, *asked
+        self.rest = model.kv.layer, *kind_of(step), chains.vocabulary, chains.width, *asked
         self.numbers = ChainNumbers(*self.padded)
 
     def at(self, sizes: tuple[int, ...]) -> _Chain:
@@ -336,6 +329,8 @@ class _Chain:
         """Tokens and features of a level, picked from the stream x [C, h]."""
         logits = self.model.logits(self.model.final(x))[:, : self.chains.vocabulary]
         tokens = next_tokens(logits, given.owners[level], given.params)
+        if width := self.chains.width:
+            sample(logits, given.owners[level], given.params, given.samples[level], tokens, width)
         parts = [tokens[:, None].double()]
         if self.chains.stop_rule is not None:
             parts.append(features_of(logits, given.temperatures, tokens.clamp_min(0)))

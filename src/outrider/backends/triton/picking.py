@@ -20,6 +20,7 @@ from outrider.backends.triton.sampling import (
     _noise_bits,
     best_of_parts,
     cuts_of,
+    first_of_best,
     param_bytes,
 )
 from outrider.core.device import Numbers
@@ -59,7 +60,7 @@ def next_tokens(logits: Tensor, owners: Tensor, params: Tensor) -> Tensor:
 
 
 def _best(rows: Rows) -> Tensor:
-    scores, tokens = best_of_parts(rows)
+    scores, tokens = best_of_parts(rows, cuts_of(rows))
     tokens = tokens.masked_fill(scores < scores.amax(-1, keepdim=True), LATEST.value).amin(-1)
     return tokens.masked_fill(~rows.highest.isfinite(), -1).long()
 
@@ -104,27 +105,11 @@ class TopNext:
             rows, cuts_of(rows), columns, low, scores, logits.stride(0), vocabulary, IDS=ids is not None,
             PARAMS=PARAMS, BLOCK=BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
-        order = _first_of_best(scores, min(k, vocabulary))
+        order = first_of_best(scores, min(k, vocabulary))
         missing = ~(scores.gather(1, order) > float("-inf")) | ~rows.highest.isfinite()[:, None]
         entries = order.masked_fill(missing, -1)
         shares = low.gather(1, order).double().exp() / low.exp().sum(-1, keepdim=True, dtype=torch.float64)
         return entries, shares.masked_fill(missing, 0.0).float()
-
-
-def _first_of_best(scores: Tensor, k: int) -> Tensor:
-    """Columns of the k best float32 scores of each row, best first, of equal ones the first.
-
-    `topk` takes any of equal ones.  So it gets numbers that differ: the bits of a score, which are ordered as
-    the scores are once those of negative ones are flipped, and below them the column.
-    """
-    last = scores.shape[1] - 1
-    if k == 1:
-        columns = torch.arange(last + 1, device=scores.device)
-        return columns.masked_fill(scores != scores.amax(-1, keepdim=True), last).amin(-1, keepdim=True)
-    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-    keys = ordered + torch.arange(last, -1, -1, device=scores.device)
-    return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
 def pick_rows(

@@ -211,14 +211,33 @@ def cuts_of(rows: Rows) -> Tensor:
     return cuts
 
 
-def best_of_parts(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Scores float32 and tokens int32 [M, parts]; the best of a row is the best of its parts."""
+def best_of_parts(rows: Rows, cuts: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores float32 and tokens int32 [M, parts]; the best of a row is the best of its parts.
+
+    cuts: of `cuts_of`.
+    """
     m, vocabulary = rows.logits.shape
     parts = triton.cdiv(vocabulary, PART)
     scores = rows.highest.new_empty(m, parts)
     tokens = torch.empty(m, parts, dtype=torch.int32, device=scores.device)
     _best[(m, parts)](
-        rows, cuts_of(rows), scores, tokens, rows.logits.stride(0), vocabulary, PARAMS=PARAMS, PART=PART,
+        rows, cuts, scores, tokens, rows.logits.stride(0), vocabulary, PARAMS=PARAMS, PART=PART,
         BLOCK=BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return scores, tokens
+
+
+def first_of_best(scores: Tensor, k: int) -> Tensor:
+    """Columns of the k best float32 scores of each row, best first, of equal ones the first.
+
+    `topk` takes any of equal ones.  So it gets numbers that differ: the bits of a score, which are ordered as
+    the scores are once those of negative ones are flipped, and below them the column.
+    """
+    last = scores.shape[1] - 1
+    if k == 1:
+        columns = torch.arange(last + 1, device=scores.device)
+        return columns.masked_fill(scores != scores.amax(-1, keepdim=True), last).amin(-1, keepdim=True)
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    keys = ordered + torch.arange(last, -1, -1, device=scores.device)
+    return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)

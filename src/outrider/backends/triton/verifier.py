@@ -1,6 +1,6 @@
-"""Verification of draft trees on the device: all nodes are picked, then one program walks each tree.
+"""Verification of draft trees on the device.  Match: all nodes are picked, then one program walks each tree.
 
-Answers come back in one transfer: the only one of a step.
+Other rules: `rules.py`.  Answers come back in one transfer: the only one of a step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.backends.rules import Answer, keys_of
-from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, param_bytes
-from outrider.core.device import HostCopy, to_device
+from outrider.backends.triton.besides import Asked, Besides
+from outrider.backends.triton.rules import WALKS, RuleQueries
+from outrider.backends.triton.sampling import LATEST, PARAMS, Rows, best_of_parts, cuts_of, param_bytes
+from outrider.backends.triton.values import Picks, values_of
+from outrider.core.device import to_device
 from outrider.core.noise import MASK
 from outrider.core.params import DistributionParams
 from outrider.core.row import Row
@@ -25,23 +28,28 @@ WORDS = 2 + PARAMS + 2 + 3  # of 8 bytes for each row of logits: owner, paramete
 NO_OWNER, NO_TREE = MASK, (-1, 0, 0)  # MASK is -1 as int64
 
 
-class TreeQueries:
+class TreeQueries(Asked):
     """Trees for `_walk`, which writes for a tree of n nodes, one tree after another:
 
     accepted nodes [n] | tokens to emit [n + 1] | how many, -1 if a token could not be picked
     """
 
+    rule, words_each = "match", WORDS
+
     def __init__(self) -> None:
+        super().__init__()
         self.sizes: dict[int, int] = {}  # key -> nodes
         self.distributions: list[DistributionParams] = []
         self.owners, self.keys = list[int](), list[int]()  # `Rows.owners` of the rows so far, as columns
         self.trees = list[int]()  # root, first node and nodes of each
         self.tokens, self.parents = list[int](), list[int]()  # of the nodes
-        self.answers: HostCopy | None = None
 
     def add(self, key: int, row: Row, tree: DraftTree, root: int) -> None:
-        """Add a tree behind those that were added, in the order of rows."""
+        """Add a tree behind those that were added, in the order of rows, if its row can be verified here."""
         owners, number, n = self.owners, len(self.sizes), len(tree.tokens) - tree.probes
+        if not self.takes(row, number, tree, root):
+            return
+        self.asked.add(key, row, root, n)
         between = root - len(owners)
         assert between >= 0, "trees are added in the order of their rows"
         if between:
@@ -76,12 +84,14 @@ class TreeQueries:
         trees = array("q", self.trees) + array("q", NO_TREE) * (rows - len(self.sizes))
         return array("q", owners.tobytes() + params + nodes.tobytes() + trees.tobytes())
 
-    def answered(self, answers: Tensor) -> None:
-        """Begin to copy the answers to the host."""
-        self.answers = HostCopy(answers)
+    def answers_to(
+        self, logits: Tensor, words: Tensor, padded: bool, besides: Besides | None
+    ) -> tuple[Tensor, ...]:
+        """`answers_to`.  padded: the words may be those of other trees, too."""
+        return answers_to(logits, words, len(logits) if padded else self.most, besides)
 
     def read(self) -> Iterator[tuple[int, Answer | None]]:
-        data, at = [] if self.answers is None else self.answers.tolist(), 0
+        data, at = self.read_numbers(), 0
         for key, n in self.sizes.items():
             emitted, count = at + n, data[at + 2 * n + 1]
             answer = data[at : at + count - 1], data[emitted : emitted + count]
@@ -119,33 +129,46 @@ def _walk(
     tl.store(accepted + 2 * n + 1, count)
 
 
-def answers_to(logits: Tensor, words: Tensor, most: int) -> Tensor:
-    """int32 [2 M], the answers to the trees of rows of logits [M, V].
+def answers_to(
+    logits: Tensor, words: Tensor, most: int, besides: Besides | None = None
+) -> tuple[Tensor, ...]:
+    """int32 [2 M], the answers to the trees of rows of logits [M, V]; and what `values_of` finds, if asked.
 
     words: int64, as `TreeQueries.words` for M rows.  most: nodes of a tree at most.
     """
-    m = len(logits)
+    m, raw = len(logits), logits
+    if besides is not None:
+        logits = besides.edited(raw)
     owners, params, nodes, trees = words.split([2 * m, PARAMS * m, 2 * m, 3 * m])
     rows = Rows(logits, logits.amax(-1), owners, params.view(torch.float64))
-    scores, tokens = best_of_parts(rows)
+    cuts = cuts_of(rows)
+    scores, tokens = best_of_parts(rows, cuts)
     parts = scores.shape[1]
     answers = torch.empty(2 * m, dtype=torch.int32, device=logits.device)
     _walk[(m,)](
         rows.highest, scores, tokens, trees, nodes, answers, parts, PARTS=triton.next_power_of_2(parts),
         NODES=triton.next_power_of_2(max(1, most)),
     )  # fmt: skip
-    return answers
+    if besides is None or not besides.more.values:
+        return (answers,)
+    found = values_of(besides.mode, raw, rows, cuts, Picks(scores, tokens), besides.asked, besides.more.best)
+    return answers, found
 
 
 class TreeVerifier:
-    """Verification by match.  The other rules are computed on the host (`verify/`)."""
+    """Verification by all rules that have kernels."""
 
-    rules: Collection[str] = ("match",)
+    rules: Collection[str] = ("match", *WALKS)
+    processes = True
 
-    def queries(self, rule: str) -> TreeQueries:
-        return TreeQueries()
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    def verify(self, logits: Tensor, queries: TreeQueries) -> None:
-        if queries.sizes:
+    def queries(self, rule: str) -> TreeQueries | RuleQueries:
+        return TreeQueries() if rule == "match" else RuleQueries(rule, self.device)
+
+    def verify(self, logits: Tensor, queries: TreeQueries | RuleQueries) -> None:
+        if queries.distributions:
             words = torch.frombuffer(queries.words(*logits.shape), dtype=torch.int64)
-            queries.answered(answers_to(logits, to_device(words, logits.device), queries.most))
+            besides = queries.besides(len(logits), logits.device)
+            queries.answered(*queries.answers_to(logits, to_device(words, logits.device), False, besides))

@@ -31,13 +31,13 @@ from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree, Resume
-from outrider.core.validate import is_whole
 from outrider.draft.layerskip.chain import AUTO, SIBLINGS, ExitThreshold, SiblingChain, siblings_at
 from outrider.draft.layerskip.exit_head import ExitHead
 from outrider.draft.layerskip.options import LayerSkipOptions
 from outrider.draft.layerskip.search import Search
 from outrider.draft.layerskip.sets import Skip, read_set, set_name
 from outrider.drafting.base import Drafter, Storage, Target
+from outrider.drafting.options import check_exit
 from outrider.drafting.trees.builder import SAMPLE_CONFIDENCE
 from outrider.errors import ConfigError
 
@@ -77,23 +77,19 @@ class LayerSkip(Drafter):
 
     def _initial_skip(self) -> Skip:
         """The set of the options, or the published one of this model.  Raises ConfigError."""
-        options, layers, model = self.options, self.decoder.spec.layers, repr(self.target.checkpoint.name)
+        options, layers, name = self.options, self.decoder.spec.layers, self.target.checkpoint.name
+        model = repr(name)
         if self.early_exit is not None:
-            if not is_whole(self.early_exit, 1, layers - 1):
-                raise ConfigError(
-                    f"early_exit must be in 1 … {layers - 1}, as {model} has {layers} layers: "
-                    f"got {self.early_exit!r}."
-                )
-            rest = range(self.early_exit, layers)
+            rest = range(check_exit(self.early_exit, layers, name), layers)
             return Skip.of(rest, rest, layers, model)
         if options.skip_attention is not None or options.skip_mlp is not None:
             attention = () if options.skip_attention is None else options.skip_attention
             mlp = () if options.skip_mlp is None else options.skip_mlp
             return Skip.of(attention, mlp, layers, model)
-        name = options.layers
-        if name is None and not options.search:
-            name = set_name(self.target.checkpoint.name, layers)
-        return read_set(name, layers, model) if name else Skip.alternating(layers)
+        skip_set = options.layers
+        if skip_set is None and not options.search:
+            skip_set = set_name(name, layers)
+        return read_set(skip_set, layers, model) if skip_set else Skip.alternating(layers)
 
     def _blocks(self, skip: Skip) -> Any:
         return self.decoder.skip_sublayers(skip.attention, skip.mlp)

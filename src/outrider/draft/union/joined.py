@@ -11,7 +11,7 @@ the configured drafter unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from outrider.control import Controller
@@ -40,14 +40,13 @@ class Proposal:
     """Draft of a row: the chain of an automatic drafter, and behind it what is left of `own`.
 
     tree: the proposed tree.  own: that of the configured drafter.
-    own_nodes, chain_nodes: node of `own`, of `chain` -> node of `tree`, if it was kept.
+    own_nodes: node of `own` -> node of `tree`, if it was kept.  Nodes of `chain` are the first ones of both.
     """
 
     tree: DraftTree
     own: DraftTree
     own_nodes: dict[int, int]
     chain: AutomaticChain = NO_CHAIN
-    chain_nodes: dict[int, int] = field(default_factory=dict)
 
 
 class Learner(Protocol):
@@ -149,8 +148,9 @@ class Joined:
             judged = len(step.accepted) >= chain.tree.size
             verified = after_trim(step, proposal.own_nodes) if judged else {}
             steps.append(part(step, proposal.own, verified, self.drafter.needs.topk))
-            if chain.tree.size:
-                seen = part(step, chain.tree, after_trim(step, proposal.chain_nodes), 0)
+            if length := chain.tree.size:
+                verified = after_trim(step, {node: node for node in range(length)})
+                seen = part(step, chain.tree, verified, 0)
                 self.automatic[chain.drafter].observe(Commit(Batch([seen])))
         self.drafter.observe(commit._replace(batch=Batch(steps, prefill=commit.batch.prefill)))
 
@@ -175,14 +175,13 @@ def proposal_behind(
         kept = grammar.allowed(Ids(tokens, chain.tree.tokens), own)
     behind = own if len(kept) == len(own.tokens) else own.only(kept)
     own_nodes = {node: length + place for place, node in enumerate(kept)}
-    chain_nodes = {node: node for node in range(length)}
     if not kept:
         tree = chain.tree
     elif not length:
         tree = behind
     else:
         tree = _appended(chain.tree, behind)
-    return Proposal(tree, own, own_nodes, chain, chain_nodes)
+    return Proposal(tree, own, own_nodes, chain)
 
 
 def _appended(chain: DraftTree, tree: DraftTree) -> DraftTree:

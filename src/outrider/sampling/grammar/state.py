@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.core.edits import Edits, bits_of
 from outrider.core.processor import Ids
 from outrider.core.tree import ROOT, DraftTree
 from outrider.errors import RequestError
@@ -278,3 +279,18 @@ class GrammarMask:
         if size > known:  # ids without a token
             forbidden = torch.cat([forbidden, forbidden.new_ones(size - known)])
         return logits.masked_fill(forbidden[:size].to(logits.device), float("-inf"))
+
+    def describe(self, edits: Edits) -> bool:
+        """Masks of all nodes, by one walk.  False if the grammar does not follow a node, or fails."""
+        tree = edits.tree
+        for node in (ROOT, *depth_first(tree.parents[: tree.size])):
+            ids = Ids(edits.tokens, edits.path(node))
+            try:
+                forbidden = self.state.forbidden(ids)
+            except RequestError:  # the pick at the root raises it again
+                return False
+            if forbidden is not None:
+                edits.allow(bits_of(np.logical_not(np.from_dlpack(forbidden))), node)
+            elif node != ROOT and not self.state.drafts:
+                return False
+        return True

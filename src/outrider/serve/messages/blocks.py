@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from outrider.serve.answers import derived
+from outrider.serve.ids import derived
 from outrider.serve.tool_calls import Parsed
 from outrider.serve.wire import dumps, strict_json
 
@@ -25,12 +25,14 @@ class Piece(NamedTuple):
     """What a block holds so far.
 
     text: of a call its arguments, a JSON text.  name: of a call.  complete: False for a call that was cut.
+    id: of a call that has one of its own.
     """
 
     kind: str
     text: str
     name: str = ""
     complete: bool = True
+    id: str = ""
 
 
 def content_of(id: str, parsed: Parsed) -> list[dict[str, Any]]:
@@ -81,7 +83,7 @@ class ContentBlocks:
 def _block(id: str, place: int, piece: Piece, given: dict[str, Any]) -> dict[str, Any]:
     """A block of the message with this id.  given: the input of a call."""
     if piece.kind == "tool_use":
-        own = derived("toolu_", f"{id}/{place}")
+        own = piece.id or derived("toolu_", f"{id}/{place}")
         return {"type": piece.kind, "id": own, "name": piece.name, "input": given}
     if piece.kind == "thinking":
         return {"type": piece.kind, "thinking": piece.text, "signature": _signature(id, piece.text)}
@@ -98,7 +100,7 @@ def _pieces(parsed: Parsed, ended: bool) -> list[Piece]:
     lead = parsed.content[: parsed.lead] if parsed.calls else parsed.content
     made = [Piece("thinking", parsed.reasoning)] if parsed.reasoning else []
     made += [Piece("text", lead)] if lead else []
-    made += [Piece("tool_use", call.arguments, call.name, call.complete) for call in parsed.calls]
+    made += [Piece("tool_use", call.arguments, call.name, call.complete, call.id) for call in parsed.calls]
     if ended and (rest := parsed.content[len(lead) :].lstrip()):
         made.append(Piece("text", rest))
     return made

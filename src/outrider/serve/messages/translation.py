@@ -192,8 +192,14 @@ def _choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
     return CHOICES.get(str(kind))
 
 
+def budget_of(body: MessagesBody) -> int | None:
+    """The tokens that a reasoning may have; None: any number."""
+    budget = (body.thinking or {}).get("budget_tokens")
+    return budget if isinstance(budget, int) and not isinstance(budget, bool) and budget >= 0 else None
+
+
 def _thinking(thinking: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables of the chat template.  A budget has no effect."""
+    """Variables of the chat template."""
     if thinking is None:
         return {}
     kind = thinking.get("type")

@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from outrider.errors import shortened
 from outrider.serve.errors import ApiError, api_error
 from outrider.serve.guard import GENERATING
-from outrider.serve.protocol import ATTEMPT, MOST_SAMPLES, is_id
+from outrider.serve.ids import ATTEMPT, is_id
+from outrider.serve.protocol import MOST_SAMPLES
 from outrider.serve.replicas.replay import Replay
 from outrider.serve.replicas.routing import blocks_of
 from outrider.serve.wire import DONE, Events, dumps, strict_json, unless_left

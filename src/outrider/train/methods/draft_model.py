@@ -57,6 +57,12 @@ class DraftModel(Method):
 
     def build(self) -> Any:
         options, theirs = self.options, self.target.checkpoint.config
+        if self.target.decoder.state_bytes(0):
+            raise ConfigError(
+                f"{self.target.decoder.spec.architecture} has recurrent layers, and draft models of "
+                "such a family are not trained: train a head (eagle3, medusa, …), or take a draft model that "
+                "exists."
+            )
         self.joins = self.target.decoder.device.type != "cpu"  # logits of padded texts take memory
         sizes = {
             "num_hidden_layers": min(options.layers, self.target.decoder.spec.layers),

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from outrider.core.validate import Count
-from outrider.draft.kangaroo import Network, check_exit, published_exit
+from outrider.draft.kangaroo import Network, published_exit
+from outrider.drafting.options import check_exit
 from outrider.train.base import Method
 from outrider.train.options import TrainOptions
 

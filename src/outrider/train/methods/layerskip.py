@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.core.validate import Count
 from outrider.draft.layerskip.exit_head import Network
-from outrider.errors import ConfigError
+from outrider.drafting.options import check_exit
 from outrider.train.base import Method
 from outrider.train.options import TrainOptions
 
@@ -25,9 +25,7 @@ class LayerSkip(Method):
     def build(self) -> Network:
         spec, checkpoint = self.target.decoder.spec, self.target.checkpoint
         layer = max(1, spec.layers // 3) if self.options.early_exit is None else self.options.early_exit
-        if not 0 < layer < spec.layers:
-            raise ConfigError(f"early_exit must be in 1 … {spec.layers - 1}, got {layer}.")
-        self.wanted = (layer,)
+        self.wanted = (check_exit(layer, spec.layers, checkpoint.name),)
         return Network(spec.hidden, layer, checkpoint.last_norm(), self.sizes.eps)
 
     def speculation(self, folder: Path, depth: int) -> dict[str, Any]:

@@ -1,15 +1,7 @@
 """PARD (arXiv 2504.18583): a draft model that learns to draft all tokens in one forward.
 
-A row of the loss has an anchor a and a depth d.  Row (a, 0) is the token x_a, deeper ones are mask tokens:
-
-    place             0      1      2      3            anchors 0 and 2, depths up to 2
-    depth 0         (0,0)  (1,0)  (2,0)  (3,0)          x_a at position a, predicts x_a+1
-    depth 1         (0,1)         (2,1)                 a mask at position a + 1, predicts x_a+2
-    depth 2         (0,2)                               a mask at position a + 2, predicts x_a+3
-
-Row (a, d) attends to the rows of depth 0 up to its anchor, and to those of its anchor up to itself, as in a
-draft.  Conditional drop-token: every depth has a random part of the anchors of the depth before.  So the
-rows that a row attends to are never dropped, and deep rows, which cost as much and count less, are few.
+Row (a, 0) of `DepthRows` is the token x_a, deeper ones are mask tokens.  Row (a, d) predicts x_a+d+1.  The
+part of the anchors that a depth has is random: the publication's conditional drop-token.
 """
 
 from __future__ import annotations
@@ -27,6 +19,7 @@ from outrider.core.validate import Natural, Share, Text, whole
 from outrider.draft.draft_model.one_pass import MASK
 from outrider.drafting.vocab.mismatch import fits
 from outrider.errors import ConfigError
+from outrider.heads.depth_rows import DepthRows
 from outrider.heads.sample import Sample
 from outrider.models.differentiable import load_weights, new_module, row_logits
 from outrider.train.base import Files
@@ -85,6 +78,8 @@ class Pard(DraftModel):
         checkpoint = Checkpoint.open(name, None, self.target.checkpoint.trust_remote_code)
         if not isinstance(checkpoint.spec, Spec) or checkpoint.gguf is not None:
             raise ConfigError(f"draft: {name!r} is no model of the lean decoder's families in safetensors.")
+        if checkpoint.spec.recurrent is not None:
+            raise ConfigError(f"draft: {name!r} has recurrent layers, and is not trained: give another one.")
         fits(checkpoint, self.target.checkpoint)
         network = new_module(checkpoint.config)
         load_weights(network, checkpoint)
@@ -94,29 +89,22 @@ class Pard(DraftModel):
         share: float = 1.0 if depth == 0 else max(self.options.kept**depth, self.options.least)
         return share
 
-    def rows(self, sample: Sample) -> tuple[Tensor, Tensor]:
-        """Anchors and depths of the rows of one loss: all places, then parts of those that count."""
-        count, device = len(sample.tokens), sample.tokens.device
-        anchors, counted = torch.arange(count, device=device), sample.places(0, count)
-        shuffled = counted[torch.randperm(len(counted), device=device)]
-        found, depths = [anchors], [torch.zeros_like(anchors)]
-        for depth in range(1, self.options.depths):
-            part = shuffled[: int(len(shuffled) * self._share(depth))]
-            found.append(part[part + depth < count])
-            depths.append(torch.full_like(found[-1], depth))
-        return torch.cat(found), torch.cat(depths)
+    def rows(self, sample: Sample) -> DepthRows:
+        """Rows of one loss: all places, then parts of those that count."""
+        count = len(sample.tokens)
+        counted = sample.places(0, count)
+        shuffled = counted[torch.randperm(len(counted), device=counted.device)]
+        return DepthRows.of(count, shuffled, map(self._share, range(1, self.options.depths)))
 
     def loss(self, sample: Sample) -> Tensor:
         """Mean divergence over the rows whose place counts."""
-        anchors, depths = self.rows(sample)
-        places, text = anchors + depths, depths == 0
-        tokens = torch.where(text, sample.tokens[anchors], self.mask)
-        before = text & (anchors <= anchors[:, None])
-        own = (anchors == anchors[:, None]) & (depths <= depths[:, None])
+        found = self.rows(sample)
+        places = found.anchors + found.depths
+        tokens = torch.where(found.depths == 0, sample.tokens[found.anchors], self.mask)
         rows = torch.arange(len(places), device=places.device)
         if sample.mask is not None:
             rows = rows[sample.mask.to(places.device)[places]]
-        logits = row_logits(self.network, tokens, places, before | own, rows)
+        logits = row_logits(self.network, tokens, places, found.attended, rows)
         common = min(logits.shape[1], sample.logits.shape[1])  # one of them may be padded further
         sample = replace(sample, logits=sample.logits[:, :common])
         return self.distance(sample, logits[:, :common], places[rows])

@@ -181,6 +181,7 @@ void chain(const ModelShape *s, const Layer *layers, const ModelEnds *ends, cons
             0,
             0,
             0,
+            0,
         };
         embed_rows(ends, c.ids, c.count, hidden, c.x);
         stack(s, layers, &next, pool, plane_bytes, c.x, 0, 0, 0);

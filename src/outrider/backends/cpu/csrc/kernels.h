@@ -102,6 +102,7 @@ typedef struct {
     const int32_t *paths;                          /* [num_rows,path_width] */
     int64_t num_lora_runs;
     const void *lora_runs;                         /* LoraRun [num_lora_runs], see lora.c */
+    const void *recurrent;                         /* RecurrentRows of recurrent.h, or null */
 } Rows;
 
 /* One attention layer and its part of the KV pool.  A pool row is a head of padded_dim elements, zero behind
@@ -135,7 +136,7 @@ void rope_store(const Attention *attention, const Rows *rows, const float *qkv, 
 void attend(const Attention *attention, const Rows *rows, const float *q, const ScoreModifier *modifier,
             float *out);
 
-/* ---- whole decoders: decoder.c, experts.c, fused.c */
+/* ---- whole decoders: decoder.c, delta.c, experts.c, fused.c */
 
 enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 
@@ -146,20 +147,23 @@ typedef struct {
 
 typedef struct {
     Weight qkv, o, gate_up, down, router;
+    Weight query_gate, shared_gate; /* [heads*head_dim,hidden], [1,hidden]; without data: none */
+    const void *delta;     /* LayerDelta of recurrent.h in place of attention, which has `o` then, or null */
+    int64_t place;         /* number of the layer among those with attention, or with a delta rule */
     const Expert *experts; /* [experts] or null: chosen by router [experts,hidden], in place of an MLP */
     const float *norm_in, *norm_post, *q_norm, *k_norm; /* the last two may be null */
     const float *norm_attended, *norm_mlp; /* of what attention and MLP add to x, or null */
     const float *rotary;                   /* of this layer alone, or null */
     const float *sinks;                    /* [heads], as in ScoreModifier, or null */
-    int64_t window;                                     /* as in Attention */
-    int64_t skip;                                       /* SKIP_ATTENTION, SKIP_MLP, both or 0 */
+    int64_t window, skip; /* as in Attention; SKIP_ATTENTION, SKIP_MLP, both or 0 */
 } Layer;
 
 typedef struct {
     int64_t layers, hidden, inner, heads, kv_heads, head_dim, padded_dim, rotary_dim;
     int64_t kv_kind; /* element type of the KV pool */
     int64_t rounds_inputs; /* of attention, see Attention */
-    int64_t experts, chosen_experts, expert_inner; /* of a layer with experts; chosen_experts: of a row */
+    /* of a layer with experts; chosen_experts: of a row; shared_inner: of a shared expert, or 0 */
+    int64_t experts, chosen_experts, expert_inner, shared_inner;
     int64_t normalizes_experts; /* the weights of a row's experts are divided by their sum */
     int64_t is_gelu;       /* the MLP's gate goes through gelu_mul, not silu_mul */
     float eps, scale, cap; /* cap: soft cap of attention scores, or 0 */
@@ -175,7 +179,7 @@ typedef struct {
 } ModelEnds;
 
 /* Runs the decoder layers over x [rows,hidden], in place.
- * pool, plane_bytes: K of layer i is plane 2i of the pool, V plane 2i+1.
+ * pool, plane_bytes: K of the layer with place i is plane 2i of the pool, V plane 2i+1.
  * first_input [rows,first_width] or null: replaces norm(x) as the input of the first layer's attention, or of
  * its MLP if the attention is skipped; it may be x.
  * taps [layers+1] or null: where to copy the input of each layer and the output of the last, each

@@ -8,8 +8,8 @@
  * Order: (group of rows, head, slice of lines) items, shared by threads > segments of a group > blocks of
  * lines > rows > four lines.  The lines of a block and the inputs of a segment stay in the first cache.  A
  * row writes its lines over those of the row before, unless these are read again: by another child, or
- * into the slot.  Heads of one line (Mamba) are lines of one head instead, with decays, rates and skips of
- * their own.
+ * into the slot.  No row reads the slots of copies, so that these are written at once.  Heads of one line
+ * (Mamba) are lines of one head instead, with decays, rates and skips of their own.
  * Exact: the lines after a row follow from the lines before it by a fixed sequence of operations, wherever
  * they are stored.  Sums run in lanes, in two vectors, then over both, then across the lanes. */
 #include "forest.h"
@@ -117,18 +117,25 @@ static void copy_inputs(const int is_delta, const Segment *g) {
 
 /* ---- lines */
 
-INLINE float *line_at(const Segment *g, int64_t row, int64_t line) {
-    const int64_t head = g->scan->forest->slots[row] * g->scan->heads + g->head;
+INLINE float *line_at(const Segment *g, int64_t slot, int64_t line) {
+    const int64_t head = slot * g->scan->heads + g->head;
     return g->scan->layer->states + (head * g->scan->height + line) * g->scan->layer->keys.dim;
 }
 
 /* to [BLOCK_LINES,width] = `count` lines of a slot, then zeros. */
 static void load_slot(const Segment *g, int64_t row, int64_t line, int64_t count, float *to) {
     const int64_t width = g->scan->width, dim = g->scan->layer->keys.dim;
+    const int64_t slot = g->scan->forest->slots[row];
     const int fresh = g->scan->forest->fresh[row];
     if (fresh || dim < width || count < BLOCK_LINES) memset(to, 0, (size_t)(BLOCK_LINES * width) * 4);
     for (int64_t l = 0; !fresh && l < count; l++)
-        memcpy(to + l * width, line_at(g, row, line + l), (size_t)dim * 4);
+        memcpy(to + l * width, line_at(g, slot, line + l), (size_t)dim * 4);
+}
+
+/* `count` lines of a slot = those of a block, from [BLOCK_LINES,width]. */
+static void store_slot(const Segment *g, int64_t slot, int64_t line, int64_t count, const float *from) {
+    for (int64_t l = 0; l < count; l++)
+        memcpy(line_at(g, slot, line + l), from + l * g->scan->width, (size_t)g->scan->layer->keys.dim * 4);
 }
 
 /* The sums of the lanes of four vectors: within quarters, then over these. */
@@ -225,21 +232,22 @@ INLINE void compute_row(const int is_delta, const int by, const int64_t vectors,
 INLINE void compute_block(const int is_delta, const int by, const int64_t vectors, const Segment *g,
                           int64_t line, float *carried) {
     const int64_t width = vectors * LANES, count = min64(BLOCK_LINES, g->scan->height - line);
+    const Forest *forest = g->scan->forest;
     float *before = carried, *saved = 0;
-    int64_t saved_row = 0;
+    int64_t saved_slot = 0;
     for (int64_t r = 0; r < g->rows; r++) {
-        const int64_t row = g->order[r], is_saved = g->scan->forest->saves[row];
+        const int64_t row = g->order[r], is_saved = forest->saves[row];
         float *after = is_saved ? g->saved : carried;
         if (g->kept_as[r] >= 0) after = g->kept + g->kept_as[r] * BLOCK_LINES * width;
         if (g->sources[r] == FROM_SLOT) load_slot(g, row, line, count, before = carried);
         if (g->sources[r] >= 0) before = g->kept + g->sources[r] * BLOCK_LINES * width;
         compute_row(is_delta, by, vectors, g, r, line, before, after);
         before = after;
-        if (is_saved) saved = after, saved_row = row;
+        if (is_saved) saved = after, saved_slot = forest->slots[row];
+        if (forest->copies[row] >= 0) store_slot(g, forest->copies[row], line, count, after);
     }
     if (!g->is_last && before != carried) memcpy(carried, before, (size_t)(count * width) * 4);
-    for (int64_t l = 0; saved && l < count; l++)
-        memcpy(line_at(g, saved_row, line + l), saved + l * width, (size_t)g->scan->layer->keys.dim * 4);
+    if (saved) store_slot(g, saved_slot, line, count, saved);
 }
 
 /* Item i is slice i % slices of head i / slices % heads of group i / slices / heads. */

@@ -1,14 +1,36 @@
 /* Entry points of recurrent.c, short_conv.c and gates.c, which bindings.py reads as well.  Shapes and
- * formulas are in outrider/backends/recurrence.py; conventions in kernels.h. */
+ * formulas are in outrider/backends/recurrence.py; conventions in kernels.h.  And what delta.c reads. */
 #pragma once
-#include <stdint.h>
+#include "kernels.h"
 
 /* The rows of a recurrent forward, parents first. */
 typedef struct {
     int64_t num_rows;
     const int32_t *parents; /* [num_rows]: the row before, -1: the state in the row's slot */
     const int32_t *slots, *saves, *fresh; /* [num_rows]; fresh: the slot is read as zeros */
+    const int32_t *copies; /* [num_rows]: another slot that the state after the row is written to, or -1 */
 } Forest;
+
+/* The rows of a step through the recurrent layers of a decoder.  Replayed rows come before those of the step.
+ *   replayed [num_replayed]: numbers of their inputs among the kept ones; drafted [num_drafted]: rows of the
+ *   step whose inputs are kept, in this order
+ *   by recurrent layer: tails [slots,num_taps-1,channels], states [slots,heads,dim,key_dim] and kept
+ *   [drafted,channels+2*heads] */
+typedef struct {
+    Forest forest;
+    int64_t num_replayed, num_drafted;
+    const int32_t *replayed, *drafted;
+    float *const *tails, *const *states, *const *kept;
+} RecurrentRows;
+
+/* A gated delta rule in place of attention, as `LayerDelta` of outrider/backends/layer.py has it.
+ * channels = 2*key_heads*key_dim + heads*dim */
+typedef struct {
+    Weight qkvz, gates;                /* [channels+heads*dim,hidden], [2*heads,hidden] */
+    const float *taps;                 /* [num_taps,channels] */
+    const float *bias, *rates, *norm;  /* [heads], [heads], [heads*dim] */
+    int64_t num_taps, key_heads, heads, key_dim, dim;
+} LayerDelta;
 
 /* Inputs [rows,heads,dim] of which row r begins at data + r * stride. */
 typedef struct {

@@ -56,13 +56,22 @@ static void compute_parts(const void *loop, int64_t item, int64_t end) {
     }
 }
 
-/* The oldest first: an input that is moved within the tails of a slot is read before it is overwritten. */
-static void save_tails(const Conv *c) {
+/* The tails of a slot = the inputs up to a row.
+ * The oldest first: an input that is moved within the tails of a slot is read before it is overwritten. */
+static void write_tails(const Conv *c, int64_t row, int64_t slot) {
     const int64_t before = c->taps - 1;
-    for (int64_t r = 0; r < c->forest->num_rows; r++)
-        for (int64_t t = 0; c->forest->saves[r] && t < before; t++)
-            memcpy(c->tails + (c->forest->slots[r] * before + t) * c->channels, c->seen[r * c->taps + t + 1],
-                   (size_t)c->channels * 4);
+    for (int64_t t = 0; t < before; t++)
+        memcpy(c->tails + (slot * before + t) * c->channels, c->seen[row * c->taps + t + 1],
+               (size_t)c->channels * 4);
+}
+
+/* Copies come first, as they may have inputs that are in the tails of the row's own slot. */
+static void save_tails(const Conv *c) {
+    const Forest *f = c->forest;
+    for (int64_t r = 0; r < f->num_rows; r++)
+        if (f->copies[r] >= 0) write_tails(c, r, f->copies[r]);
+    for (int64_t r = 0; r < f->num_rows; r++)
+        if (f->saves[r]) write_tails(c, r, f->slots[r]);
 }
 
 void short_conv(const Forest *forest, const RowInputs *x, const float *weight, const float *bias,
