@@ -1,6 +1,6 @@
 """Acceptance of each verification rule with the built-in pair: chains and trees, by temperature.
 
-    python benchmarks/rules.py [--samples 20] [--json OUT]
+    python benchmarks/rules.py [--samples 20] [--temperature 0.8 1.0] [--json OUT]
 
 Every rule answers every prompt of the demo `samples` times with other seeds, 128 tokens each; EOS is ignored,
 so that all texts are equally long.  Tokens per step come with their standard error over requests.  The host
@@ -25,8 +25,25 @@ from outrider.bench.prompts import PROMPTS, rendered
 from outrider.core.row import Speculation
 
 TEMPERATURES = (0.5, 0.8, 1.0)
-DRAFTS = {"chain of 4": {}, "tree, 4 levels of 3": {"siblings": 3}}
-RULES = ("match", "rejection", "block", "traversal")
+TREE = {"siblings": 3}
+DRAFTS = {
+    "chain of 4": {},
+    "tree, 4 levels of 3": TREE,
+    "tree, independent siblings": {**TREE, "sibling_draws": "independent"},
+    "tree, greedy siblings": {**TREE, "sibling_draws": "greedy"},
+}
+RULES = ("match", "rejection", "block", "traversal", "spectr")
+CHAINS_ALONE = ("block",)
+INDEPENDENT_ALONE = ("spectr",)  # elsewhere it is rejection
+
+
+def serves(rule: str, draft: str) -> bool:
+    """Whether this rule has figures of its own for these drafts."""
+    if rule == "match":  # its siblings are chosen, however samples are drawn
+        return "sibling_draws" not in DRAFTS[draft]
+    if rule in CHAINS_ALONE:
+        return "siblings" not in DRAFTS[draft]
+    return rule not in INDEPENDENT_ALONE or DRAFTS[draft].get("sibling_draws") == "independent"
 
 
 def judged(llm: LLM, prompts: list[Any], temperature: float, samples: int) -> dict[str, Any]:
@@ -52,16 +69,17 @@ def judged(llm: LLM, prompts: list[Any], temperature: float, samples: int) -> di
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--temperature", type=float, nargs="*", default=TEMPERATURES)
     given = parser.parse_args()
     llm = LLM(model="builtin", seed=0, speculative_config=None)
     prompts = [rendered(prompt, llm.tokenizer) for prompt in PROMPTS]
     common = {"model": "builtin-draft", "num_speculative_tokens": 4}
     todo = [
         (t, draft, rule)
-        for t in TEMPERATURES
+        for t in given.temperature
         for draft in DRAFTS
         for rule in RULES
-        if rule != "block" or draft == "chain of 4"
+        if serves(rule, draft)
     ]
     found: dict[str, Any] = {"conditions": conditions()}
     for t, draft, rule in track(todo, "Judging"):
@@ -70,7 +88,7 @@ def main() -> None:
             variant, prompts, t, given.samples
         )
     table = Table("", *RULES, title="tokens per step (acceptance, tokens/s)")
-    for t in TEMPERATURES:
+    for t in given.temperature:
         for draft, rows in found[f"T = {t}"].items():
             cells = [rows.get(rule) for rule in RULES]
             table.add_row(

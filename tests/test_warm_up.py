@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,36 +21,54 @@ def llm() -> LLM:
     return LLM("builtin", speculative_config=config, max_num_seqs=6, max_model_len=256)
 
 
-def test_batches_of_all_sizes_are_plain_and_drafted_by_each_method(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[tuple[int, Any]] = set()
-    begin, at_once = llm.engine.runner.begin, set[bool]()
+class Seen(NamedTuple):
+    """A step of a warm-up: rows, what drafts, tokens of the longest draft, whether all rows have a salt."""
+
+    count: int
+    method: str | None
+    depth: int
+    salted: bool
+    at_once: bool
+
+
+class Warmed(NamedTuple):
+    """A warm-up: its steps, and report and controller of before and after."""
+
+    steps: list[Seen]
+    before: dict[str, Any]
+    after: dict[str, Any]
+    controllers: tuple[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def warmed(llm: LLM) -> Warmed:
+    seen, begin = list[Seen](), llm.engine.runner.begin
+    before, controller = llm.engine.report(), llm.engine.controller
 
     def watched(batch: Batch, needs: Any) -> Any:
-        at_once.add(records_at_once())
         params = batch[0].row.params
-        seen.add((len(batch), params.draft_method if params.speculate else "plain"))
-        assert all(step.row.cache_salt for step in batch)
+        method = params.draft_method if params.speculate else "plain"
+        depth = max(len(step.tree.tokens) for step in batch)
+        salted = all(step.row.cache_salt for step in batch)
+        seen.append(Seen(len(batch), method, depth, salted, records_at_once()))
         return begin(batch, needs)
 
-    monkeypatch.setattr(llm.engine.runner, "begin", watched)
-    llm.warm_up()
-    methods = ("plain", "draft_model", "ngram")
-    assert seen >= {(count, method) for count in (1, 2, 4, 6) for method in methods}
-    assert at_once == {True} and not records_at_once()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.runner, "begin", watched)
+        llm.warm_up()
+    return Warmed(seen, before, llm.engine.report(), (controller, llm.engine.controller))
 
 
-def test_drafts_of_every_depth_come_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, begin = set[tuple[int, int]](), llm.engine.runner.begin
+def test_batches_of_all_sizes_are_plain_and_drafted_by_each_method(warmed: Warmed) -> None:
+    assert {(step.count, step.method) for step in warmed.steps} >= set(
+        itertools.product((1, 2, 4, 6), ("plain", "draft_model", "ngram"))
+    )
+    assert all(step.salted and step.at_once for step in warmed.steps) and not records_at_once()
 
-    def watched(batch: Batch, needs: Any) -> Any:
-        seen.add((len(batch), max(len(step.tree.tokens) for step in batch)))
-        return begin(batch, needs)
 
-    monkeypatch.setattr(llm.engine.runner, "begin", watched)
-    llm.warm_up()
-    assert seen >= {(count, depth) for count in (1, 2, 4, 6) for depth in range(6)}
+def test_drafts_of_every_depth_come_up(warmed: Warmed) -> None:
+    seen = {(step.count, step.depth) for step in warmed.steps}
+    assert seen >= {*itertools.product((1, 2, 4, 6), range(6))}
 
 
 COSTS = ("ms_fixed", "ms_per_level", "outlook")
@@ -63,11 +82,9 @@ def without_costs(report: dict[str, Any]) -> dict[str, Any]:
     return {**report, "step_ms": None, "drafters": drafters}
 
 
-def test_only_costs_are_learned(llm: LLM) -> None:
-    before, controller = llm.engine.report(), llm.engine.controller
-    llm.warm_up()
-    after = llm.engine.report()
-    assert without_costs(after) == without_costs(before) and llm.engine.controller is controller
+def test_only_costs_are_learned(llm: LLM, warmed: Warmed) -> None:
+    before, after = warmed.before, warmed.after
+    assert without_costs(after) == without_costs(before) and warmed.controllers[0] is warmed.controllers[1]
     assert after["drafters"]["draft_model"]["ms_per_level"] > 0
     assert llm.engine.steps == 0 and not llm.engine.cache.index
     assert llm.engine.scheduler.prefix_queries == 0

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from bfloat16_sums import by_tiles, hard_numbers
-from kernel_cases import c_backend, needs_c
+from kernel_cases import c_backend, kernels_but_for, needs_c
+from neon import CALLED
 from torch import Tensor
 
 from outrider.backends.cpu import build, structs, targets
@@ -31,7 +32,7 @@ pytestmark = [needs_c, pytest.mark.skipif("avx2" not in targets.available(), rea
 
 
 def compiled(flags: list[str], to: Path, *inputs: Path | str) -> Path:
-    emulation = *targets.TARGETS["avx2"].flags, f"-I{HERE / 'emulated'}", *flags
+    emulation = *targets.TARGETS["avx2"].flags, f"-I{HERE / 'emulated'}", CALLED, *flags
     command = ["cc", "-Wno-psabi", "-std=gnu11", "-pthread", *emulation, f"-I{build.FOLDER}"]
     subprocess.run([*command, *map(str, inputs), "-o", str(to), "-lm"], check=True)
     return to
@@ -69,7 +70,7 @@ def amx(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Kernels that multiply bfloat16 in emulated tiles."""
     to = tmp_path_factory.mktemp("amx") / "kernels.so"
     flags = [*build.FLAGS, "-O1"]
-    return declare(ctypes.CDLL(str(compiled([*AMX, *flags], to, *build.SOURCES))))
+    return declare(ctypes.CDLL(str(compiled([*AMX, *flags], to, *kernels_but_for("linear")))))
 
 
 def linear(library: ctypes.CDLL, x: Tensor, weight: Packed) -> Tensor:

@@ -84,7 +84,7 @@ def test_rules_are_those_of_the_reference(
 
 @pytest.mark.parametrize("name", RULES)
 def test_most_trees_are_accepted_in_part(name: str) -> None:
-    """The comparison above means something: paths of several lengths occur.  The only read is of the answers."""
+    """The comparison above means something: paths of several lengths occur.  Only the answers are read."""
     lengths = set()
     for seed in range(3):
         cases, logits = list[Case](), random_logits(torch.Generator().manual_seed(seed), 20, 2500)
@@ -150,3 +150,22 @@ def test_samples_of_drafts_are_those_of_the_reference(
         torch.testing.assert_close(found[:vocabulary], q, rtol=1e-12, atol=0)
         assert not found[vocabulary:].any()
         assert int(tokens[row]) == index(q, float(uniforms[row]))
+
+
+@pytest.mark.parametrize("params", [DistributionParams(1.0), DistributionParams(0.7, 0.01, 40, 0.9)])
+def test_drafts_from_the_targets_logits_are_accepted(params: DistributionParams) -> None:
+    """p and q have the same bits: no rounding error lets block verification reject."""
+    rng = torch.Generator().manual_seed(9)
+    numbers = torch.tensor([sampling.params_of(params, 3000)], dtype=torch.float64, device=DEVICE)
+    logits, uniforms = torch.randn(4, 3000, generator=rng) * 3, torch.rand(4, generator=rng).double()
+    kept = torch.empty(4, 3000, dtype=torch.float64, device=DEVICE)
+    places, tokens = torch.tensor([row.data_ptr() for row in kept]), torch.zeros(4, dtype=torch.int64)
+    samples = torch.stack([places, uniforms.view(torch.int64)], 1).to(DEVICE)
+    owners, tokens = torch.zeros(4, 2, dtype=torch.int64, device=DEVICE), tokens.to(DEVICE)
+    distributions.sample(logits.to(DEVICE), owners, numbers, samples, tokens, 3000)
+    tree = DraftTree.chain(tokens[:3].tolist(), [0.5] * 3)
+    tree = tree._replace(distributions=[*kept[:3]], probs_of=range(3))
+    for name in RULES:
+        cases = [(sampled_row([1], params, seed), 0, tree) for seed in range(3)]
+        found = [answers(name, logits, [case])[0] for case in cases]
+        assert all(accepted == [0, 1, 2] for accepted, _ in found), name

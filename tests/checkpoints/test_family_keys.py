@@ -102,9 +102,10 @@ def test_families_whose_blocks_are_those_of_llama(tmp_path: Path) -> None:
         if family == "MiMo":  # has no config in transformers: Qwen2's decoder
             continue
         more = EXPERTS if family in ("Mixtral", "Qwen3Moe", "GptOss") else {}
-        if family == "Qwen3_5":
-            more = {"layer_types": ["linear_attention", "full_attention"]}
-        text = family + "Text" * (family in ("Gemma3", "Qwen3_5"))  # the others have no images
+        if family in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe"):
+            more = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}
+            more["num_experts_per_tok"] = 2
+        text = family + "Text" * (family in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"))  # the others have no images
         folder = tiny_checkpoint(tmp_path / family, text, **more)
         spec = Checkpoint.open(folder).spec
         assert isinstance(spec, Spec) and spec.like_llama == (name in LIKE_LLAMA), name

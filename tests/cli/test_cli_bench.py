@@ -110,6 +110,8 @@ def test_our_own_prompts_and_a_peer(run: Run, tmp_path: Path) -> None:
         "float32",
         "--peer",
         "transformers",
+        "--repeats",
+        1,
         "--json",
         "-",
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from commands import Run
+from covering import parametrized
 
 from outrider import LLM, SamplingParams
 from outrider.cli.chat import messages
@@ -176,13 +177,15 @@ def test_a_conversation_goes_on_beyond_the_context(run: Run) -> None:
     assert alone in result.out
 
 
-def test_a_message_that_is_no_text_is_named(tmp_path: Path) -> None:
+@parametrized(
+    {"errors": ["strict", "surrogateescape"], "words": ["chat", "generate -f -"]},
+    [("strict", "generate -f -"), ("surrogateescape", "chat")],
+)
+def test_a_message_that_is_no_text_is_named(errors: str, words: str) -> None:
     """In a process of its own, as bytes are decoded there, in any way that the locale asks for."""
-    for errors in ("strict", "surrogateescape"):
-        env = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
-        for words in (["chat"], ["generate", "-f", "-"]):
-            command = [sys.executable, "-m", "outrider", *words, "-n", "4"]
-            result = subprocess.run(command, env=env, input=b"fine\nh\xe9llo\n", capture_output=True)
-            assert result.returncode == 2, result.stderr
-            last = result.stderr.decode().splitlines()[-1]
-            assert last.startswith("error: standard input is not UTF-8 text: byte 0xe9"), last
+    env = {**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"}
+    command = [sys.executable, "-m", "outrider", *words.split(), "-n", "4"]
+    result = subprocess.run(command, env=env, input=b"fine\nh\xe9llo\n", capture_output=True)
+    assert result.returncode == 2, result.stderr
+    last = result.stderr.decode().splitlines()[-1]
+    assert last.startswith("error: standard input is not UTF-8 text: byte 0xe9"), last

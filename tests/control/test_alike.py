@@ -47,8 +47,8 @@ def test_many_rows_are_alike_by_what_was_accepted_of_them() -> None:
     made, (good, bad, new) = evidence(), rows(3)
     for row, right in ((good, True), (bad, False)):
         for _ in range(FEW):
-            made.state(row).reach[0].learn(outcome(right))
-    made.state(new).reach[0].learn(outcome(False))  # one draft tells little
+            made.state(row).arms[0].reach.learn(outcome(right))
+    made.state(new).arms[0].reach.learn(outcome(False))  # one draft tells little
     good_kind, bad_kind, new_kind = (kind_of(row, made.state(row), DEPTH, []) for row in (good, bad, new))
     assert len({good_kind, bad_kind, new_kind}) == 3
     assert kind_of(good, made.state(good), DEPTH, [1]) != kind_of(good, made.state(good), DEPTH, [0])

@@ -133,11 +133,11 @@ def test_the_drafts_of_a_large_batch_are_judged_in_turns(auto: AutoController) -
     rows = rows_of(4 * JUDGED)
     drafting(auto, rows)
     auto._digest()
-    before = {row: auto.evidence.states[row].reach[0].asked for row in rows}
+    before = {row: auto.evidence.states[row].arms[0].reach.asked for row in rows}
     for _ in range(8):
         step(auto, rows)
     auto._digest()
-    assert {auto.evidence.states[row].reach[0].asked - before[row] for row in rows} == {2}
+    assert {auto.evidence.states[row].arms[0].reach.asked - before[row] for row in rows} == {2}
 
 
 @pytest.mark.parametrize("rows", [1, 40, 100, 520])

@@ -92,7 +92,7 @@ def test_what_a_short_output_saves_does_not_pay_for_a_long_prompt() -> None:
 def answer(auto: AutoController, saved: float) -> None:
     """A request that the drafter read and that drafts have saved so many seconds in."""
     row = make_row([1] * PROMPT, limit=PROMPT + 50)
-    auto.evidence.state(row).earned[0] = saved
+    auto.evidence.state(row).arms[0].earned = saved
     auto.evidence.close(row, Load.plain_step(auto.evidence.forward, 1))
     auto.evidence.ledger.loss = 0.0  # so that prefill depends on what it was worth
 

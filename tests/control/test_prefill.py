@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_simulation import Costs, Simulation
 
-from outrider.control.prefill import FIRST_CHUNK, REFRESH_STEPS, ChunkCost, PrefillBudget, PrefillPacer
+from outrider.control.line_cost import LineCost
+from outrider.control.prefill import FIRST_CHUNK, REFRESH_STEPS, PrefillBudget, PrefillPacer
 from outrider.core.step import Batch, RowStep
 from outrider.core.tree import EMPTY_TREE, DraftTree
 
@@ -136,7 +137,7 @@ def test_the_end_of_a_prompt_that_fits_into_one_chunk_is_not_divided() -> None:
     assert pacer.chunk(8, 0, wanted=4) == pacer.chunk(8, 0), "others have the rest of the chunk"
     pacer.steps_since_refresh = 3
     assert pacer.chunk(8, 0, wanted=40) >= 40, "their sizes differ enough to tell what a token costs"
-    pacer.costs = {0: ChunkCost().after(20, 0.02, 0.01)}
+    pacer.costs = {0: LineCost().after(20, 0.02, 0.01)}
     assert pacer.chunk(8, 0, wanted=40) == pacer.chunk(8, 0) < 40, "a smaller one, to learn from"
 
 
@@ -277,7 +278,7 @@ def test_a_chunk_of_one_prompt_token_is_no_decode_step() -> None:
 
 
 def test_a_line_through_chunks_of_two_sizes() -> None:
-    cost = ChunkCost()
+    cost = LineCost()
     for tokens in [32, 16] * 30:
         cost = cost.after(tokens, 0.01 + 0.004 + 0.001 * tokens, 0.01)
     fixed, per_token = cost.line()
@@ -285,7 +286,7 @@ def test_a_line_through_chunks_of_two_sizes() -> None:
 
 
 def test_chunks_of_one_size_make_a_line_through_the_origin() -> None:
-    cost = ChunkCost()
+    cost = LineCost()
     for _ in range(30):
         cost = cost.after(32, 0.042, 0.01)
     assert cost.line() == (pytest.approx(0, abs=1e-9), pytest.approx(0.001))

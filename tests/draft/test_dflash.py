@@ -75,6 +75,7 @@ def cases() -> dict[str, Case]:
         "z-lab": Case(zlab(), w, "pytorch_model.bin"),
         "z-lab, as vLLM has it": Case(zlab(), {f"model.{name}": tensor for name, tensor in w.items()}),
         "z-lab, window": Case(zlab(**sliding), w, windows=(5, 0), causal=(True, False)),
+        "JetSpec": Case(zlab({"causal_head": True}), w, causal=(True, True)),
         "z-lab, one way": Case(zlab({"causal": True}), w, causal=(True, True)),
         "z-lab, MiMo's window": Case(
             zlab({"causal": False, "use_swa": True, "swa_window_size": 4}), w, windows=(4, 4)

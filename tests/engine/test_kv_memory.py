@@ -14,7 +14,7 @@ from outrider import LLM, CapacityError
 from outrider.config import EngineOptions
 from outrider.core.block_table import PAGE
 from outrider.engine import memory
-from outrider.engine.memory import largest_step, plan_pages, working_bytes
+from outrider.engine.memory import SNAPSHOTS, largest_step, plan_pages, plan_snapshots, working_bytes
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
 TOTAL, FREE, SLOT = 80_000_000, 60_000_000, 1000
@@ -38,6 +38,18 @@ def test_pages_leave_room_for_what_a_step_computes() -> None:
     assert plan_pages(sizes, 6400, 4, options(), {OTHER: 9_000_000}) == room // (SLOT * PAGE)
     with pytest.raises(CapacityError, match=r"K/V memory of 0 bytes .* needs 6400 \(6,400,000 bytes\)"):
         plan_pages(sizes, 6400, 4, options(), {GPU: room + 1})
+
+
+def test_snapshots_take_half_of_what_is_left(caplog: pytest.LogCaptureFixture) -> None:
+    sizes, taken = Counter({GPU: SLOT}), 10 * SLOT
+    assert plan_snapshots(sizes, 4, taken, options(kv_cache_memory_bytes=21 * SLOT)) == 5
+    assert plan_snapshots(sizes, 4, taken, options(kv_cache_memory_bytes=1000 * SLOT)) == 4 * SNAPSHOTS
+    assert plan_snapshots(sizes, 100, FREE - TOTAL // 10 - 9 * SLOT, options()) == 4
+    assert not caplog.records
+    assert plan_snapshots(sizes, 4, taken, options(kv_cache_memory_bytes=11 * SLOT)) == 0
+    assert "no memory is left for snapshots" in caplog.text
+    assert plan_snapshots(sizes, 4, 0, options(enable_prefix_caching=False)) == 0
+    assert plan_snapshots(Counter(), 0, 0, options()) == 0
 
 
 def test_more_memory_than_a_gpu_has_is_refused_with_its_bytes() -> None:

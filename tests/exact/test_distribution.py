@@ -143,7 +143,8 @@ KINDS = {
     "match": ("2 without", "chosen tree"),
     "rejection": ("1", "2 without", "3 independent", "chosen tree"),
     "block": ("1", "chosen chain"),
-    "traversal": ("3 without", "2 independent", "chosen tree"),  # on a chain it is block
+    "traversal": ("3 without", "2 independent", "3 greedy", "chosen tree"),  # on a chain it is block
+    "spectr": ("3 independent",),
 }
 CASES = [(judge, kind, i % 2) for judge, kinds in KINDS.items() for i, kind in enumerate(kinds)]
 LEVEL = ALARM / (len(CASES) * (2 * len(ASKS) + 1))

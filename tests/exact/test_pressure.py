@@ -27,7 +27,7 @@ COMMON = random_prompts(1, seed=2, longest=40)[0][:34]
 PROMPTS = [
     [*COMMON[: 34 if i % 2 else 0], *tail] for i, tail in enumerate(random_prompts(5, seed=4, longest=30))
 ]
-CHUNK, POSITIONS = 24, 128
+CHUNK, POSITIONS = 24, 96
 
 
 # Pages are taken and freed alike with any sampling: methods alternate, and models that draft have both.
@@ -42,7 +42,7 @@ SELECTED = {
 def test_every_method_under_pressure(name: str, sampling: str, llama: str, outputs_of: PlainOutputs) -> None:
     """Preempted rows, chunked and cached prompts, and shrunk draft budgets give the same tokens, twice."""
     params = [
-        SamplingParams(seed=i, max_tokens=40, ignore_eos=True, **SAMPLING[sampling])
+        SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **SAMPLING[sampling])
         for i in range(len(PROMPTS))
     ]
     expected = [visible_parts(outputs_of(prompt, p).outputs) for prompt, p in zip(PROMPTS, params)]

@@ -30,7 +30,8 @@ from outrider.testing import (
     visible_parts,
 )
 
-CASES = ("qwen3.5", "olmo-hybrid", "granite-hybrid-rope", "lfm2")  # the first in the lean decoder
+# the first two in the lean decoder
+CASES = ("qwen3.5", "qwen3-next", "olmo-hybrid", "granite-hybrid-rope", "lfm2")
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -69,7 +70,7 @@ def test_preempted_rows_begin_again(case: Case, monkeypatch: pytest.MonkeyPatch)
     assert case.llm.engine.scheduler.preemptions
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
     kind=st.sampled_from(["right", "hidden", "wide", "deep", "messy", "wrong"]),
@@ -199,11 +200,17 @@ def test_a_draft_model_with_attention_drafts_for_a_hybrid(case: Case, tmp_path: 
 # ---- what is refused
 
 
-def test_a_hybrid_is_no_draft_model(case: Case) -> None:
-    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
-        case.llm.use({"method": "draft_model", "model": case.folder})
-    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be a draft model"):
+def test_a_hybrid_is_not_its_own_draft_model(case: Case) -> None:
+    with pytest.raises(ConfigError, match="has recurrent layers, and cannot be its own draft model"):
         case.llm.use({"method": "draft_model", "model": "self", "draft_kv_budget": 16})
+
+
+@pytest.mark.parametrize(
+    "given", [{"siblings": 2}, {"draft_kv_budget": 16}, {"drafter": {"method": "ngram"}}]
+)
+def test_a_hybrid_drafts_chains_only(case: Case, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"and drafts plain chains .* leave {next(iter(given))} out"):
+        case.llm.use({"method": "draft_model", "model": case.folder, **given})
 
 
 def test_skipping_layers_is_refused(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Hybrid models resume at snapshots of their states: the text stays, and no known prompt is computed again."""
+"""Hybrid models resume at snapshots of their states: the text stays, no known prompt is computed again."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from outrider.cache.snapshots import Snapshots
 from outrider.core.block_table import PAGE
 from outrider.engine import memory
 from outrider.engine.row_states import RowStates
+from outrider.engine.scheduler import Hooks
 from outrider.testing import bare_checkpoint, check_idle, run_staggered, use_example, visible_parts
 
 POSITIONS, CHUNK = 160, 40
@@ -79,12 +80,17 @@ def test_a_prompt_resumes_at_its_last_full_page(case: Case) -> None:
     assert cached(case, None, [text(PAGE)] * 2, SAMPLED) == [0, 0]
 
 
-def test_samples_share_their_prompt(case: Case) -> None:
+@pytest.mark.parametrize("method", ["scripted", "eagle3"])
+def test_samples_share_their_prompt(case: Case, method: str) -> None:
     params = replace(SAMPLED, n=3)
     expected = case.expected([text(70)], [params])
-    case.llm.use(case.script("hidden"))
+    if method == "scripted":
+        case.llm.use(case.script("hidden"))
+    else:
+        use_example(case.llm, method)
+    case.llm.engine.scheduler.hooks.prefill = Hooks().prefill  # admit samples right behind the prompt
     assert texts(case.llm, [text(70)], [params]) == expected
-    assert case.llm.engine.scheduler.prefix_hits == 2 * 64
+    assert case.llm.engine.scheduler.prefix_hits == 2 * (64 - case.llm.engine.cache.snapshots.lag)
 
 
 def test_without_prefix_caching_samples_compute_their_prompts(case: Case) -> None:

@@ -21,21 +21,19 @@ from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import View
 from outrider.sampling import random_streams
 from outrider.testing import Emissions, RandomModels, enumerate_rule, make_row
-from outrider.verify import rejection, traversal
+from outrider.verify import rejection, spectr, traversal
 
 SEEDS = range(4)
 Drafting = Callable[[RandomModels], DraftTree]
 
 
 def sampled(
-    depth: int, siblings: int, repeats: bool = False, nodes: int = 99, last: int | None = None
+    depth: int, siblings: int, draws: str = "without", nodes: int = 99, last: int | None = None
 ) -> Drafting:
     """The tree of a draft model that samples from q.  Nothing is drafted after the token `last`."""
 
     def draft(models: RandomModels) -> DraftTree:
-        tree = Tree(
-            make_row([1, 2]), 2, Budget(depth, nodes), siblings, view=View(array("i")), repeats=repeats
-        )
+        tree = Tree(make_row([1, 2]), 2, Budget(depth, nodes), siblings, draws, view=View(array("i")))
         while tree.growing:
             tree.draw({node: models.distribution("q", tree.path_tokens(node)) for node in tree.frontier})
             tree.frontier = [node for node in tree.frontier if tree.tokens[node] != last]
@@ -89,13 +87,17 @@ TREES = {
     "without replacement": sampled(2, 2),
     "three without replacement": sampled(2, 3),
     "as many as there are": sampled(1, 4),
-    "independent": sampled(2, 2, repeats=True),
+    "independent": sampled(2, 2, "independent"),
+    "three independent": sampled(2, 3, "independent", nodes=5),
+    "greedy": sampled(2, 2, "greedy"),
+    "three greedy": sampled(2, 3, "greedy"),
+    "greedy, as many as there are": sampled(1, 4, "greedy"),
     "stopped tree": sampled(2, 2, last=1),
     "chosen tree": chosen([0, 2, 1, 1, 0], [-1, -1, 0, 0, 1]),
     "mixed": mixed(("c", "a", "b")),
     "mixed, chosen last": mixed(("a", "a", "c")),
 }
-CASES = [(name, case) for name in ("rejection", "traversal") for case in (*CHAINS, *TREES)] + [
+CASES = [(name, case) for name in ("rejection", "traversal", "spectr") for case in (*CHAINS, *TREES)] + [
     ("block", case) for case in CHAINS
 ]
 
@@ -106,7 +108,7 @@ def emissions(name: str, drafting: Drafting, vocabulary: int = 3, seed: int = 0)
 
 @pytest.mark.parametrize(("name", "case"), CASES)
 def test_emitted_tokens_have_the_targets_distribution(name: str, case: str) -> None:
-    vocabulary, drafting = 4 if case == "as many as there are" else 3, (CHAINS | TREES)[case]
+    vocabulary, drafting = 4 if case.endswith("as many as there are") else 3, (CHAINS | TREES)[case]
     found = [emissions(name, drafting, vocabulary, seed) for seed in SEEDS]
     assert max(one.error() for one in found) <= 1e-12
     assert case == "nothing" or max(one.mean_tokens for one in found) > 1.2, "nothing is ever accepted"
@@ -123,15 +125,65 @@ def test_block_and_traversal_accept_more_than_rejection(seed: int) -> None:
     assert mean_tokens("traversal", tree) >= mean_tokens("rejection", tree) - 1e-12
 
 
+class Fixed(RandomModels):
+    """A target p and a draft q that are the same after any text."""
+
+    def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
+        super().__init__(len(p))
+        self.fixed = {"p": torch.tensor(p, dtype=torch.float64), "q": torch.tensor(q, dtype=torch.float64)}
+
+    def distribution(self, model: str, path: Sequence[int]) -> Tensor:
+        return self.fixed[model]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_spectr_accepts_as_in_the_paper(count: int) -> None:
+    """1 - (1 - β)^k with (1 - (1 - β)^k) = ρβ, which is more than successive rejection here.
+
+    p = (1/2, 1/2), q = (1, 0): token 0 is accepted with its whole probability, 1/2.
+    p = (1/3, 2/3), q = (2/3, 1/3), k = 2: (2 - β) = ρ, β = 1/3 + 1/(3ρ) solve to ρ = (5/3 + sqrt(13/9)) / 2.
+    """
+    certain = Fixed([0.5, 0.5], [1.0, 0.0])
+    found = enumerate_rule(verify.rule("spectr")(), sampled(1, count, "independent"), models=certain)
+    assert found.mean_tokens - 1 == pytest.approx(0.5, abs=1e-8)
+    if count == 2:
+        pair = Fixed([1 / 3, 2 / 3], [2 / 3, 1 / 3])
+        rho = (5 / 3 + (13 / 9) ** 0.5) / 2
+        beta = 2 - rho
+        found = enumerate_rule(verify.rule("spectr")(), sampled(1, 2, "independent"), models=pair)
+        assert found.mean_tokens - 1 == pytest.approx(1 - (1 - beta) ** 2, abs=1e-8)
+
+
+def test_spectr_continues_after_all_siblings_with_the_accepted_token() -> None:
+    """Two equal samples, of which the second has a child."""
+    models = Fixed([1.0, 0.0], [1.0, 0.0])
+    q = [models.distribution("q", ())] * 2
+    tree = DraftTree([0, 0, 0], [ROOT, ROOT, 1], [0.5] * 3, q, [0, 0, 1], repeats=True)
+    step = RowStep(make_row([1, 2]), 1, 1, tree=tree)
+    for _ in models.choices.sequences():
+        verify.rule("spectr")()(Batch([step]), models)
+    assert (step.accepted, step.emitted) == ([1, 2], [0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["rejection", "traversal"])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_greedy_siblings_are_accepted_as_often_as_any_rule_can(seed: int, count: int, name: str) -> None:
+    """The likeliest tokens with p, and the others with min(p, q of the others)."""
+    found = emissions(name, sampled(1, count, "greedy"), 4, seed)
+    p, q = found.models.distribution("p", ()), found.models.distribution("q", ())
+    likeliest = q.topk(count - 1).indices
+    rest = q.index_fill(0, likeliest, 0.0)
+    optimum = p[likeliest].sum() + torch.minimum(p, rest / rest.sum()).sum()
+    assert found.mean_tokens - 1 == pytest.approx(float(optimum), abs=1e-12)
+
+
 @pytest.mark.parametrize(("name", "accepted"), [("rejection", 10 / 9), ("block", 11 / 9)])
 def test_block_verification_accepts_as_in_the_paper(name: str, accepted: float) -> None:
     """Sun et al., section 2: two tokens with p = (1/3, 2/3) and q = (2/3, 1/3)."""
 
-    class Example(RandomModels):
-        def distribution(self, model: str, path: Sequence[int]) -> Tensor:
-            return torch.tensor([1.0, 2.0] if model == "p" else [2.0, 1.0], dtype=torch.float64) / 3
-
-    found = enumerate_rule(verify.rule(name)(), sampled(2, 1), models=Example(2))
+    example = Fixed([1 / 3, 2 / 3], [2 / 3, 1 / 3])
+    found = enumerate_rule(verify.rule(name)(), sampled(2, 1), models=example)
     assert found.mean_tokens - 1 == pytest.approx(accepted, abs=1e-12)
 
 
@@ -150,11 +202,8 @@ def test_paths_after_an_impossible_token_are_not_evaluated(name: str, tokens: li
 
 
 def test_traversal_walks_a_chain_of_2000_nodes() -> None:
-    class Certain(RandomModels):
-        def distribution(self, model: str, path: Sequence[int]) -> Tensor:
-            return torch.tensor([1.0, 0.0], dtype=torch.float64)
-
-    models, step = Certain(2), RowStep(make_row([1, 2]), 1, 1, tree=DraftTree.chain([0] * 2000, [0.5] * 2000))
+    models = Fixed([1.0, 0.0], [1.0, 0.0])
+    step = RowStep(make_row([1, 2]), 1, 1, tree=DraftTree.chain([0] * 2000, [0.5] * 2000))
     for _ in models.choices.sequences():
         verify.rule("traversal")()(Batch([step]), models)
     assert len(step.emitted) == 2001
@@ -182,11 +231,19 @@ def test_a_wrong_residual_is_detected(module: Any, monkeypatch: pytest.MonkeyPat
     assert emissions(module.__name__.rpartition(".")[2], sampled(2, 2)).error() > 1e-3
 
 
-def test_samples_without_replacement_verified_as_independent_are_detected() -> None:
+def test_a_wrong_rest_of_spectr_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of p after as many samples as there are, not after those that are looked at."""
+    monkeypatch.setattr(spectr, "_expected", lambda beta, count: float(count))
+    errors = [emissions("spectr", sampled(1, 2, "independent"), seed=seed).error() for seed in SEEDS]
+    assert max(errors) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["rejection", "spectr"])
+def test_samples_without_replacement_verified_as_independent_are_detected(name: str) -> None:
     def draft(models: RandomModels) -> DraftTree:
         return sampled(2, 2)(models)._replace(repeats=True)
 
-    assert max(emissions("rejection", draft, seed=seed).error() for seed in SEEDS) > 1e-3
+    assert max(emissions(name, draft, seed=seed).error() for seed in SEEDS) > 1e-3
 
 
 def test_dropping_a_sample_because_of_its_token_is_detected() -> None:

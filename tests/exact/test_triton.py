@@ -126,23 +126,24 @@ def test_a_draft_model_reads_once_a_chain_and_leaves_the_tokens_unchanged(
     check_idle(llm)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+@pytest.mark.parametrize(
+    "rule", ["traversal", *(pytest.param(rule, marks=pytest.mark.full) for rule in ("rejection", "block"))]
+)
 def test_rules_that_compare_p_with_q_stay_on_the_device(
     rule: str, llm: LLM, plain: list[Any], small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A read for the chains and one for the answers of a step; the texts are those of the rule on the host."""
+    """A read for chains and one for answers in a step; the texts are those of the rule on the host."""
     from outrider.backends.triton.verifier import TreeVerifier
 
     draft = noisy_copy(small, tmp_path / "draft")
     use = {"model": draft, "num_speculative_tokens": 3, "verification": rule}
     own = graphs_of(llm, monkeypatch)
     monkeypatch.setattr("outrider.backends.triton.graphs.graphs_for", lambda device: own)
-    params = [PARAMS[0], PARAMS[1]]
     llm.use(use)
     llm.engine.ahead = True  # a step in flight, as on a device
     steps, seen = llm.engine.steps, Syncs()
     with seen:
-        outputs = run_staggered(llm, PROMPTS, params)
+        outputs = run_staggered(llm, PROMPTS, PARAMS)
     assert set(seen.seen) == {"tolist"} and len(seen.seen) <= 2 * (llm.engine.steps - steps)
     assert own.counts.replayed
     assert visible_parts(outputs[0].outputs) == visible_parts(plain[0])
@@ -152,7 +153,7 @@ def test_rules_that_compare_p_with_q_stay_on_the_device(
     monkeypatch.setattr(TreeVerifier, "rules", ("match",))
     llm.use(use)
     with Syncs() as seen:
-        on_host = run_staggered(llm, PROMPTS, params)
+        on_host = run_staggered(llm, PROMPTS, PARAMS)
     assert len(seen.seen) > 2 * (llm.engine.steps - steps)
     assert [visible_parts(o.outputs) for o in on_host] == [visible_parts(o.outputs) for o in outputs]
     check_idle(llm)

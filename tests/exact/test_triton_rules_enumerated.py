@@ -37,7 +37,7 @@ RULES = ["rejection", "block", "traversal"]
 CASES: dict[str, tuple[int, Callable[[RandomModels], DraftTree]]] = {
     "chain": (3, sampled(2, 1)),
     "chosen chain": (3, chosen([0, 2], [-1, 0])),
-    "without replacement": (3, sampled(1, 2)),
+    "without replacement": (4, sampled(1, 2)),
     "independent": (3, sampled(1, 2, repeats=True)),
     "whole tree": (2, sampled(2, 2)),
     "chosen tree": (3, chosen([0, 2, 1, 1, 0], [-1, -1, 0, 0, 1])),
@@ -114,9 +114,9 @@ def emissions(name: str, case: str, patch: pytest.MonkeyPatch, seed: int = 0) ->
 def test_kernels_emit_the_targets_distribution(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "block" and "chain" not in case:
         pytest.skip("block judges chains")
-    found = emissions(name, case, monkeypatch)
-    assert found.error() <= 1e-12
-    assert found.mean_tokens > 1.1, "nothing is ever accepted"
+    found = [emissions(name, case, monkeypatch, seed) for seed in range(2)]
+    assert max(one.error() for one in found) <= 1e-12
+    assert max(one.mean_tokens for one in found) > 1.1, "nothing is ever accepted"
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, "chain") for name in RULES])

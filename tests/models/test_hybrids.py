@@ -12,6 +12,7 @@ import pytest
 import torch
 from fallback_cases import chain, fallback, lean, needs_c, prompts
 from hybrids import HYBRIDS, write
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from toys import read as read_text
 
@@ -32,10 +33,11 @@ from outrider.models.load import load, needs_fallback
 from outrider.models.placement import Precision
 from outrider.models.selftest import bit_exact
 
+FILE = "model.safetensors"
 TABLE, CPU = array("i", range(256)), torch.device("cpu")
 
 
-LEAN = ("qwen3.5",)
+LEAN = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
 KERNELS = {"lean": "", "torch": "torch"}  # how the lean decoder runs: OUTRIDER_KERNELS
 
 
@@ -168,18 +170,43 @@ def test_a_step_of_the_engine_has_the_bits_of_layers_alone(name: str, tmp_path: 
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4"])
 @torch.inference_mode()
-def test_few_bits(bits: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-next"])
+def test_experts_in_one_tensor_of_a_layer(name: str, tmp_path: Path) -> None:
+    """As transformers has them in memory, and some files."""
+    theirs, text = write(name, tmp_path), prompts()[-1]
+    save_file({key: tensor.contiguous() for key, tensor in theirs.state_dict().items()}, tmp_path / FILE)
+    assert any(key.endswith("mlp.experts.gate_up_proj") for key in load_file(tmp_path / FILE))
+    ours = lean(tmp_path, torch.float32)
+    expected = theirs(torch.tensor([text]), use_cache=False).logits[0].float()
+    assert (chain(ours, ours.pool(64), 0, text) - expected).abs().max() < 2e-3 * expected.std()
+
+
+def test_a_misshapen_tensor_of_experts(tmp_path: Path) -> None:
+    tensors = dict(write("qwen3.5-moe", tmp_path).state_dict())
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    for wrong, message in (
+        (tensors[name].transpose(1, 2), r"gate_up_proj has shape \(4, 64, 96\)"),
+        (tensors[name][:3], r"asks for \(more than 3, 96, 64\)"),
+        (tensors[name].to(torch.float8_e4m3fn), "float8_e4m3fn; only floating-point weights"),
+    ):
+        save_file({key: t.contiguous() for key, t in {**tensors, name: wrong}.items()}, tmp_path / FILE)
+        with pytest.raises(ModelError, match=message):
+            lean(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("qwen3.5", "int8"), ("qwen3.5", "int4"), ("qwen3-next", "int8")])
+@torch.inference_mode()
+def test_few_bits(name: str, bits: str, tmp_path: Path) -> None:
     """Its linears are quantized while loading, but for those of the gates."""
-    theirs = write("qwen3.5", tmp_path, hidden_size=128)
+    theirs = write(name, tmp_path, hidden_size=128)
     ours, text = load(Checkpoint.open(str(tmp_path)), Precision(torch.float32, bits), CPU, 64), prompts()[-1]
     assert isinstance(ours, Decoder) and bit_exact(ours)
     delta = ours.layers[0].delta
     assert delta is not None and delta.qkvz.kind != delta.gates.kind
     expected = theirs(torch.tensor([text]), use_cache=False).logits[0].float()
     error = (chain(ours, ours.pool(64), 0, text) - expected).pow(2).mean().sqrt() / expected.std()
-    assert error < (0.1 if bits == "int8" else 0.9)
+    assert error < (0.3 if bits == "int8" else 0.9)  # without quantization 5e-5, of other texts 1.4
 
 
 @torch.inference_mode()
@@ -249,7 +276,7 @@ def test_a_recurrence_of_an_unknown_kind_is_refused(tmp_path: Path, monkeypatch:
 
 
 def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
-    write("qwen3.5-moe", tmp_path, layer_types=["linear_attention"] * 4)
+    write("lfm2", tmp_path, layer_types=["conv"] * 4)
     with pytest.raises(ModelError, match="all of its layers are recurrent"):
         fallback(tmp_path, torch.float32)
 
@@ -278,13 +305,15 @@ def test_rows_follow_their_parents_and_replays() -> None:
     step_input.chain(a, 9, [1, 2])  # rows 0, 1
     step_input.nodes(a, 11, [[11], [12], [11, 13]], [3, 4, 5])  # rows 2, 3, 4
     step_input.chain(b, 0, [6, 7, 8])  # rows 5, 6, 7
-    step_input.recurrent = RecurrentRows([4, 2], [1, 5], [Replay(4, (6, 8)), Replay(0, (1,))])
+    replays = [Replay(4, (6, 8), {1: 9}), Replay(0, (1,))]
+    step_input.recurrent = RecurrentRows([4, 2], [1, 5], replays, {0: 7, 5: 8})
     found = path_of(step_input.build())
     assert found.replayed == [6, 8, 1] and found.drafted == [2, 3, 4, 6, 7]
     assert found.path.parent.tolist() == [-1, 0, -1, 1, 3, 4, 4, 5, -1, 8, 9]
     assert found.path.slot.tolist() == [4, 4, 0, 4, 4, 4, 4, 4, 2, 2, 2]
     assert [row for row, saved in enumerate(found.path.save) if saved] == [2, 4, 8]
-    assert found.path.fresh == {2}
+    assert {row: slot for row, slot in enumerate(found.path.copy) if slot >= 0} == {1: 9, 3: 7, 8: 8}
+    assert found.path.fresh == {2} and found.path.num_slots == 10
 
 
 def test_a_table_has_a_state_slot_until_it_is_closed() -> None:

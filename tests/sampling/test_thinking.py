@@ -89,9 +89,13 @@ def test_a_reasoning_ends_at_its_budget_with_and_without_speculation(temperature
     (long,) = plain.generate([prompt], free)
     for budget in (0, 7, 20):
         params = SamplingParams(
-            temperature=temperature, seed=1, max_tokens=40, ignore_eos=True,
-            thinking_token_budget=budget, reasoning_markers=markers,
-        )  # fmt: skip
+            temperature=temperature,
+            seed=1,
+            max_tokens=40,
+            ignore_eos=True,
+            thinking_token_budget=budget,
+            reasoning_markers=markers,
+        )
         (one,), (other,) = (llm.generate([prompt], params) for llm in (plain, drafted))
         tokens = one.outputs[0].token_ids
         assert tokens == other.outputs[0].token_ids

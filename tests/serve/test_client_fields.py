@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,7 +31,9 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "user": "someone", "safety_identifier": "x", "prompt_cache_key": "x", "prompt_cache_retention": "24h",
     "prompt_cache_options": {"mode": "implicit"}, "metadata": {"a": "b"}, "store": True,
     "service_tier": "auto", "session_id": "x", "stream_interval": 4, "guided_decoding_backend": "xgrammar",
-    "length_penalty": 1.0, "early_stopping": False, "truncation_side": "left",
+    "length_penalty": 1.0, "early_stopping": False, "truncation_side": "left", "watermarking": False,
+    "routed_experts_prompt_start": 0, "return_token_offsets": True, "return_mm_kwargs": False,
+    "thinking_token_budget": -1, "ec_transfer_params": {},
 }  # fmt: skip
 MORE: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"best_of": 1, "suffix": "", "logit_bias": {}, "stop": [], "echo": False, "n": 1},
@@ -44,9 +47,44 @@ MORE: dict[str, dict[str, Any]] = {
         "reasoning": {"effort": "low", "summary": None}, "text": {"format": {"type": "text"}},
         "include": ["reasoning.encrypted_content"], "parallel_tool_calls": False, "tools": [],
         "max_tool_calls": 3, "stream_options": {"include_obfuscation": False}, "truncation": "disabled",
-        "background": False, "conversation": None, "top_logprobs": 0, "tool_choice": "auto",
+        "background": False, "enable_response_messages": False, "conversation": None,
+        "top_logprobs": 0, "tool_choice": "auto",
     },
 }  # fmt: skip
+# fields of vLLM's bodies, as of November 2026
+VLLM_COMMON = """
+    model frequency_penalty logit_bias presence_penalty seed stop stream stream_options temperature top_p user
+    use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids
+    include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+    truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words
+    max_tokens n logprobs response_format structured_outputs priority request_id session_id
+    return_tokens_as_token_ids return_token_ids routed_experts_prompt_start return_token_offsets
+    return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection
+    thinking_token_budget stream_interval echo add_special_tokens
+"""
+VLLM: list[tuple[Any, str]] = [
+    (CompletionBody, VLLM_COMMON + "prompt suffix prompt_embeds"),
+    (
+        ChatBody,
+        VLLM_COMMON
+        + """
+    messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning
+    parallel_tool_calls add_generation_prompt continue_final_message documents chat_template
+    chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text
+""",
+    ),
+    (
+        ResponsesBody,
+        """
+    background include input instructions max_output_tokens max_tool_calls metadata model logit_bias
+    parallel_tool_calls previous_response_id reasoning service_tier store stream temperature text tool_choice
+    tools top_logprobs top_p top_k truncation user skip_special_tokens include_stop_str_in_output
+    prompt_cache_key request_id mm_processor_kwargs priority cache_salt enable_response_messages
+    previous_input_messages previous_response structured_outputs repetition_penalty seed stop ignore_eos
+    vllm_xargs prompt
+""",
+    ),
+]
 KINDS: list[tuple[Any, Any]] = [
     (completion_create_params.CompletionCreateParamsBase, CompletionBody),
     (chat_create_params.CompletionCreateParamsBase, ChatBody),
@@ -62,6 +100,11 @@ def test_every_field_of_openais_client_is_known_or_refused_by_name(params: Any, 
     assert not body.model_fields.keys() & UNSUPPORTED.keys()
 
 
+@pytest.mark.parametrize(("body", "names"), VLLM)
+def test_every_field_of_vllm_is_known_or_refused_by_name(body: Any, names: str) -> None:
+    assert {*names.split()} <= body.model_fields.keys() | UNSUPPORTED.keys() | {"prompt"}
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_fields_without_an_effect_change_nothing(path: str, server: Served) -> None:
     found = [server.post(path, {**BODIES[path], **more}) for more in ({}, {**WITHOUT_EFFECT, **MORE[path]})]
@@ -70,6 +113,35 @@ def test_fields_without_an_effect_change_nothing(path: str, server: Served) -> N
     assert texts[0] == texts[1]
     more = {"stream": True, "stream_options": {"include_obfuscation": False}}
     assert server.post(path, {**BODIES[path], **more}).status_code == 200
+
+
+def test_the_text_of_a_prompt_is_returned(server: Served) -> None:
+    body = {**BODIES[CHAT], "return_prompt_text": True}
+    text = server.post(CHAT, body).json()["prompt_text"]
+    assert "Hello" in text and text != "Hello"
+    lines = server.post(CHAT, {**body, "stream": True}).text.split("\n\n")
+    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert [part.get("prompt_text") for part in parts] == [text] + [None] * (len(parts) - 1)
+    assert all("token_ids" not in part["choices"][0] for part in parts)
+    assert "prompt_text" not in server.post(CHAT, BODIES[CHAT]).json()
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"watermarking": True}, "texts have no watermark"),
+        ({"routed_experts_prompt_start": 3}, "leave it out"),
+        ({"truncation_side": "right"}, "left"),
+        ({"use_beam_search": True}, "use best_of"),
+    ],
+)
+def test_values_that_would_change_the_text_are_refused_by_name(
+    more: dict[str, Any], text: str, server: Served
+) -> None:
+    for path, body in BODIES.items():
+        answer = server.post(path, {**body, **more})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and text in error["message"] and [error["param"]] == [*more]
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

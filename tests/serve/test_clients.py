@@ -97,7 +97,10 @@ def test_usage_of_every_part_of_a_stream_if_asked_for(path: str, server: Served)
     assert all(each == sorted(each) for each in counts)
     assert usage["usage"]["completion_tokens"] == counts[0][-1] + counts[1][-1] == 8
     alone = {**body, "stream_options": {"continuous_usage_stats": True}}
-    assert '"usage"' not in server.post(path, alone).text
+    text = server.post(path, alone).text
+    assert text.count('"usage":{') == text.count("data: {") - 1, "include_usage is its default"
+    off = {**body, "stream_options": {"continuous_usage_stats": True, "include_usage": False}}
+    assert '"usage"' not in server.post(path, off).text
 
 
 def test_top_logprobs_of_zero_need_no_logprobs(server: Served) -> None:

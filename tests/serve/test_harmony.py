@@ -195,6 +195,23 @@ def test_calls_are_read_without_a_reasoning_parser(name: str) -> None:
     assert markers_of(parser, None, prompt) is markers_of(PARSERS["hermes"], None, "") is None
 
 
+@pytest.mark.parametrize(
+    "name", ["call", "two calls", "unclosed", "recipient first", "call without arguments"]
+)
+def test_calls_are_read_where_the_reasoning_stays_in_the_text(name: str) -> None:
+    """With "separate_reasoning": false, a call whose recipient comes first was content."""
+    text, _, _, calls = TEXTS[name]
+    read, tools = PARSERS["openai"].parse, {"get_weather": {}, "now": {}}
+    found = read(text, True, tools)
+    assert found.calls == calls and found.content.startswith(THOUGHT[:-7] if text.startswith(THOUGHT) else "")
+    content = ""
+    for end in range(len(text) + 1):
+        now = read(text[:end], end == len(text), tools)
+        assert now.content.startswith(content), text[:end]
+        assert [call.name for call in now.calls] == [call.name for call in calls][: len(now.calls)]
+        content = now.content
+
+
 def test_a_thought_that_is_cut_off_is_all_reasoning() -> None:
     assert HARMONY.split("<|channel|>analysis<|message|>So <", True) == Thought("So <", None, 34)
     assert HARMONY.split("<|channel|>analysis<|message|>So <", False).reasoning == "So"

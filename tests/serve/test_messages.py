@@ -10,10 +10,14 @@ from content_blocks import joined_blocks, with_inputs_parsed
 from served import Served
 
 from outrider import LLM, SamplingParams
+from outrider.outputs import CompletionOutput
 from outrider.serve.errors import ApiError
 from outrider.serve.messages.blocks import ContentBlocks, content_of, object_of
+from outrider.serve.messages.job import end_of_turn
 from outrider.serve.messages.protocol import MessagesBody
 from outrider.serve.messages.translation import chat_body
+from outrider.serve.responses import status_of
+from outrider.serve.tool_calls import Parsed
 from outrider.serve.tools import HERMES
 
 PATH, COUNT, CHAT = "/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions"
@@ -100,6 +104,15 @@ def test_the_reason_of_the_end_is_named(server: Served) -> None:
     stopped = server.post(PATH, {**COMMON, "stop_sequences": [stop]}).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", stop)
     assert stopped["content"][0]["text"] == text[: text.index(stop)]
+
+
+def test_a_text_that_was_aborted_is_no_end_of_a_turn() -> None:
+    """It was "end_turn", of a response "completed", as if nothing were missing."""
+    sample = CompletionOutput(0, "So", [1], "abort")
+    for end in (lambda: end_of_turn(sample, Parsed("So", [])), lambda: status_of(sample)):
+        with pytest.raises(ApiError, match="aborted") as caught:
+            end()
+        assert caught.value.status == 503
 
 
 def test_events_build_the_same_message(server: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ LIST = json.dumps(ADD, ensure_ascii=False)
 OBJECTS = [f'{{"name": "add", "arguments": {LIST}}}', '{"name": "now", "arguments": {}}']
 PYTHON = "add(a=1, b=[2, 'x'], c='Æ \"q\"\\n<b>\\\\ \\'s')"
 DS, DE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-LINES = '\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2, "x"]\n</parameter>\n<parameter=c>\n{}\n</parameter>\n'
+LINES = '\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2, "x"]\n</parameter>\n'
+LINES += "<parameter=c>\n{}\n</parameter>\n"
 XML = ["<function=add>" + LINES.format(ADD["c"]) + "</function>", "<function=now>\n</function>"]
 
 
@@ -56,7 +58,8 @@ def steps(parts: list[str]) -> str:
 
 
 def kimi(number: int, name: str, arguments: str) -> str:
-    return f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+    head = f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+    return f"{head}{arguments}<|tool_call_end|>"
 
 
 TEXTS = {
@@ -73,16 +76,25 @@ TEXTS = {
         )
     ],
     "deepseek_v4": [
-        "<｜DSML｜tool_calls>\n{}\n{}\n</｜DSML｜tool_calls>".format(*quoted("｜DSML｜", "invoke", "parameter", True))
+        "<｜DSML｜tool_calls>\n{}\n{}\n</｜DSML｜tool_calls>".format(
+            *quoted("｜DSML｜", "invoke", "parameter", True)
+        )
     ],
-    "glm45": ["\n".join(glm("\n")), "".join(glm("")), "<tool_calls>" + "".join(glm("", "<tool_sep>")) + "</tool_calls>"],
+    "glm45": [
+        "\n".join(glm("\n")),
+        "".join(glm("")),
+        "<tool_calls>" + "".join(glm("", "<tool_sep>")) + "</tool_calls>",
+    ],
     "kimi_k2": [
         f"<|tool_calls_section_begin|>{kimi(0, 'add', LIST)}{kimi(1, 'now', '{}')}<|tool_calls_section_end|>"
     ],
     "pythonic": [f"[{PYTHON}, now()]", f"\n[ {PYTHON} ,\n now( ) ]"],
     "llama4_pythonic": [f"<|python_start|>[{PYTHON}, now()]<|python_end|>", f"[{PYTHON}, now()]"],
     "lfm2": [f"<|tool_call_start|>[{PYTHON}, now()]<|tool_call_end|>"],
-    "olmo3": [f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>", f"<function_calls>{PYTHON}\nnow()</function_calls>"],
+    "olmo3": [
+        f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>",
+        f"<function_calls>{PYTHON}\nnow()</function_calls>",
+    ],
     "functiongemma": [gemma("<start_function_call>", "<end_function_call>", "<escape>")],
     "gemma4": [gemma("<|tool_call>", "<tool_call|>", '<|"|>')],
     "phi4_mini_json": [
@@ -95,13 +107,20 @@ TEXTS = {
     "minimax": ["<tool_calls>\n{}\n{}\n</tool_calls>".format(*OBJECTS)],
     "minimax_m2": [
         "<minimax:tool_call>\n{}\n{}\n</minimax:tool_call>".format(*quoted("", "invoke", "parameter")),
-        "".join(f"<minimax:tool_call>{each}</minimax:tool_call>" for each in quoted("", "invoke", "parameter")),
+        "".join(
+            f"<minimax:tool_call>{each}</minimax:tool_call>" for each in quoted("", "invoke", "parameter")
+        ),
     ],
     "minicpm5": ["\n".join(quoted("", "function", "param"))],
     "seed_oss": ["\n".join(f"<seed:tool_call>\n{each}\n</seed:tool_call>" for each in XML)],
     "step3": [steps(quoted("steptml:", "invoke", "parameter"))],
-    "xlam": [f"[{', '.join(OBJECTS)}]", *(f"{a}[{', '.join(OBJECTS)}]{b}" for a, b in (
-        ("```json\n", "\n```"), ("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>")))],
+    "xlam": [
+        f"[{', '.join(OBJECTS)}]",
+        *(
+            f"{a}[{', '.join(OBJECTS)}]{b}"
+            for a, b in (("```json\n", "\n```"), ("[TOOL_CALLS]", ""), ("<tool_call>", "</tool_call>"))
+        ),
+    ],
     "longcat": ["\n".join(f"<longcat_tool_call>\n{each}\n</longcat_tool_call>" for each in OBJECTS)],
     "apertus": [f'<|tools_prefix|>[{{"add": {LIST}}}, {{"now": {{}}}}]<|tools_suffix|>'],
     "nemotron_json": [f"<TOOLCALL>[{', '.join(OBJECTS)}]</TOOLCALL>"],
@@ -111,7 +130,7 @@ TEXTS = {
     "qwen3_coder": ["\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in XML)],
     "hermes": ["\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in OBJECTS)],
     "mistral": [f"[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{LIST}[TOOL_CALLS]now[ARGS]{{}}"],
-}  # fmt: skip
+}
 WHOLE = [(name, text) for name, texts in TEXTS.items() for text in texts]
 BARE = {"pythonic", "llama4_pythonic", "xlam", "llama4_json"}  # which may lack a marker in front
 
@@ -179,6 +198,7 @@ def test_other_texts_are_content(name: str, text: str) -> None:
         (r"x='a\x41\u00c6\'\n\d', y=" + '"it\'s"', {"x": "aAÆ'\n\\d", "y": "it's"}),
         ("x='''a\n'b' c''', y='', z=\"\"", {"x": "a\n'b' c", "y": "", "z": ""}),
         ("command='sed -n '360,450p' f.py'", {"command": "sed -n '360,450p' f.py"}),
+        ("c='python -c \"f(3, s='x')\"', d=('x', 'y')", {"c": "python -c \"f(3, s='x')\"", "d": ["x", "y"]}),
         ("command='cat << E\nprint(1)\nE'", {"command": "cat << E\nprint(1)\nE"}),
         ("1, [2], c='d'", {"a": 1, "b": [2], "c": "d"}),
         ("x=[1, 2,],", {"x": [1, 2]}),
@@ -262,3 +282,15 @@ def test_mistrals_calls_have_ids_of_nine_letters() -> None:
 )
 def test_the_template_names_the_format(template: str, name: str) -> None:
     assert parser_for("auto", template) is PARSERS[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_coder", "openai", "glm45", "mistral", "pythonic", "gemma4", "hermes"]
+)
+def test_texts_that_repeat_themselves_take_linear_time(name: str) -> None:
+    marker = next(iter(PARSERS[name].markers), "[")
+    for part in (" ", "<", "{", "\\", "a", marker, "<function=", "f('"):
+        text = f"{marker}f{part * (20_000 // len(part))}"
+        began = time.perf_counter()
+        PARSERS[name].parse(text, True, TOOLS)
+        assert time.perf_counter() - began < 0.5, repr(part)

@@ -16,6 +16,13 @@ DRAFT_MODELS: dict[str, dict[str, Any]] = {
     "siblings": {"siblings": 3},
     "window": {"draft_kv_budget": 6, "draft_kv_sink": 2},
     "self": {"model": "self", "draft_kv_budget": 12},
+    "retrieval": {
+        "model": "self",
+        "draft_kv_policy": "retrieval",
+        "draft_kv_budget": 32,
+        "draft_kv_sink": 0,
+        "draft_kv_refresh": 1,
+    },
     "stops": {
         "siblings": 2,
         "assistant_confidence_threshold": 0.2,

@@ -58,18 +58,19 @@ def try_all(
     config: dict[str, Any],
     load: Callable[[], None],
     names: tuple[str, ...],
-    third: int | None = None,
+    part: int | None = None,
+    parts: int = 3,
 ) -> None:
     """Load with every key replaced by every bad value.
 
     names: allowed in the message in place of the key.
-    third: 0, 1 or 2, for a third of the values. The three of them give a key all values, in any file.
+    part: number of a part of the values, of so many parts. All of them give a key all values, in any file.
     """
     wrong: list[str] = []
     refused = 0
     for path in places(config):
-        first = (zlib.crc32(path[-1].encode()) + (third or 0)) % 3
-        for value in NASTY if third is None else NASTY[first::3]:
+        first = (zlib.crc32(path[-1].encode()) + (part or 0)) % parts
+        for value in NASTY if part is None else NASTY[first::parts]:
             file.write_text(written(replaced(config, path, value)))
             began, case = time.process_time(), f"{'.'.join(path)} = {value!r}"
             try:
@@ -84,5 +85,5 @@ def try_all(
                 wrong.append(f"{case}: took {took:.1f} s")
     file.write_text(json.dumps(config))
     assert not wrong, "\n".join(wrong)
-    assert refused > len(NASTY) // (1 if third is None else 3)
+    assert refused > len(NASTY) // (1 if part is None else parts)
     load()

@@ -12,7 +12,7 @@ from hybrids import write
 from outrider import LLM, SamplingParams
 from outrider.testing import KnownTexts, Scripts, check_idle, run_staggered, visible_parts
 
-POSITIONS, CHUNK, NEW = 96, 20, 20
+POSITIONS, CHUNK, NEW = 96, 20, 14
 LENGTHS = (1, 6, 23, 40, 23)
 
 

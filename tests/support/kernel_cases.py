@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outrider.backends.cpu import backend as cpu
-from outrider.backends.cpu import threads
+from outrider.backends.cpu import build, threads
 from outrider.backends.cpu.backend import CpuBackend
 from outrider.cache.pool import Pool
 from outrider.core.params import DistributionParams
@@ -42,6 +42,11 @@ def c_backend(dtype: torch.dtype = torch.float32) -> Ops:
     library = cpu.library()
     assert library is not None
     return Ops(library, dtype)
+
+
+def kernels_but_for(*files: str) -> list[str]:
+    """What a compiler links into all kernels, with these files compiled anew and the rest as it is."""
+    return [*(str(build.FOLDER / f"{file}.c") for file in files), c_backend().lib._name]
 
 
 @contextmanager

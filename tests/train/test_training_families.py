@@ -93,9 +93,16 @@ def test_a_target_with_recurrent_layers_has_no_draft_model_of_its_family(
 ) -> None:
     hybrids.write("lfm2", tmp_path)
     llm = load(tmp_path)
-    with pytest.raises(ConfigError, match="Lfm2ForCausalLM has recurrent layers, and its draft models would"):
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM has recurrent layers, and draft models of such"):
         made(llm, name, **given)
     made(llm, "eagle3")
+
+
+def test_a_draft_with_recurrent_layers_is_not_adapted(tmp_path: Path) -> None:
+    hybrids.write("qwen3.5", tmp_path / "draft")
+    llm = load(tiny_checkpoint(tmp_path / "target"))
+    with pytest.raises(ConfigError, match="has recurrent layers, and is not trained"):
+        made(llm, "pard", draft=str(tmp_path / "draft"))
 
 
 def test_a_model_of_experts_is_quantized_but_for_its_router(tmp_path: Path) -> None:

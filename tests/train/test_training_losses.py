@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from outrider.core.step import FINAL
 from outrider.draft.dspark import Network as Block
 from outrider.draft.eagle import Network as Eagle
+from outrider.draft.griffin import Network as Griffin
 from outrider.draft.hydra import Network as Hydra
 from outrider.draft.kangaroo import Network as Kangaroo
 from outrider.draft.medusa import Network as Medusa
@@ -170,6 +171,7 @@ def test_texts_behind_one_another_have_the_loss_of_each(counted: tuple[int, ...]
         Hydra(H, V, 2),
         Redrafter(H, V, 2, H),
         Eagle(SIZES, V).eval(),
+        Griffin(SIZES, V, steps=1),
         Kangaroo(SIZES, V, 2),
         Mtp(SIZES, V, 4, steps=2),
         Speculator(H, 24, V),
@@ -207,6 +209,7 @@ def test_losses_need_no_value_from_a_device(
         Hydra(H, V, 2, prefix=None),
         Redrafter(H, V, 2, H),
         Eagle(SIZES, V),
+        Griffin(SIZES, V, steps=2),
         Kangaroo(SIZES, V, 2),
         Mtp(SIZES, V, 4, steps=2),
         Speculator(H, 24, V),

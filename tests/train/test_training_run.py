@@ -32,6 +32,7 @@ from outrider.train.run import Result, train
 
 SMALL: dict[str, dict[str, Any]] = {
     "eagle3": {"draft_vocab_size": 200, "test_steps": 2, "inner": 96},
+    "griffin": {"inner": 96, "test_steps": 2},
     "medusa": {"rate": 1e-2, "steps": 50, "heads": 2},
     "hydra": {"rate": 1e-2, "heads": 2, "layers": 2, "inner": 96, "dropout": 0.0},
     "mlp_speculator": {"rate": 1e-2},

@@ -60,7 +60,8 @@ class DecoderLayer:
 
     norm_in: None if the caller computes the input of `qkv`
     norm_post, gate_up, down: None in a block without an MLP, which runs with that skipped
-    experts: in place of `gate_up` and `down`, which are None then
+    experts: in place of `gate_up` and `down`, which are None then, or those of a shared expert
+    shared_gate: its sigmoid is the share of a shared expert, which every row has beside its own
     delta: in place of the attention; `qkv` is None then
     query_gate: its sigmoid is multiplied with the attention's output, if there is one
     norm_attended, norm_mlp: norms of what attention and MLP add to the residual stream, if any
@@ -91,6 +92,7 @@ class DecoderLayer:
     sinks: Tensor | None = None
     delta: LayerDelta | None = None
     query_gate: Any = None  # [heads head_dim, hidden]
+    shared_gate: Any = None  # [1, hidden]
 
 
 def places(layers: Sequence[DecoderLayer]) -> list[int]:

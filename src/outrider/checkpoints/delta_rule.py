@@ -28,6 +28,7 @@ class DeltaRule:
     key_dim, dim: dimensions of a head of queries and keys, and of one of values
     taps:         of the convolution
     layers[i]:    whether layer i has one in place of attention
+    by_key_head:  the files have the outputs for q, k, v and z head of keys by head of keys (Qwen3-Next)
     """
 
     key_heads: int
@@ -36,6 +37,7 @@ class DeltaRule:
     dim: int
     taps: int
     layers: tuple[bool, ...]
+    by_key_head: bool = False
 
     @staticmethod
     def of(name: str, config: Any, kinds: Sequence[str]) -> DeltaRule | None:
@@ -60,7 +62,7 @@ class DeltaRule:
                 f"{name} has {heads} heads of values (linear_num_value_heads) and {key_heads} of keys "
                 "(linear_num_key_heads): the first must be a multiple of the second."
             )
-        return DeltaRule(key_heads, heads, key_dim, dim, taps, layers)
+        return DeltaRule(key_heads, heads, key_dim, dim, taps, layers, config.model_type == "qwen3_next")
 
     @property
     def channels(self) -> int:

@@ -97,7 +97,7 @@ CONFIG = _TOKENS | _table(
     (SCALE, "logit_scale query_pre_attn_scalar"),
     (CAP, "attn_logit_softcapping final_logit_softcapping"),
     (_DIMENSION, "num_experts num_local_experts n_routed_experts n_shared_experts num_experts_per_tok"),
-    (whole(0, 1 << 24), "moe_intermediate_size"),
+    (whole(0, 1 << 24), "moe_intermediate_size shared_expert_intermediate_size"),
     (POSITIVE, "swiglu_alpha swiglu_limit"),
     (LAYER_COUNT, "decoder_sparse_step"),
     (_DIMENSION, "linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim"),

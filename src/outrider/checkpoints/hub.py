@@ -168,7 +168,8 @@ class Checkpoint:
                     f"{name!r} brings its own code: pass trust_remote_code=True if you trust it."
                 ) from error
             raise ModelError(f"the config.json of {name!r} cannot be read: {first_line(error)}") from error
-        return Checkpoint(name, path, config, *_spec_and_scheme(name, config), None, trust_remote_code)
+        spec, scheme = _spec_and_scheme(name, config)
+        return Checkpoint(name, path, config, spec, scheme, trust_remote_code=trust_remote_code)
 
     def grown(self, layers: int, inner: int) -> Checkpoint:
         """The same model at the cost of so many layers and an MLP of size `inner`.

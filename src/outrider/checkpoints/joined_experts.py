@@ -22,6 +22,7 @@ from outrider.checkpoints.mxfp4 import BLOCK, METHOD, unpack
 from outrider.checkpoints.packed_scheme import Scheme
 from outrider.checkpoints.quantized_layers import QuantizedLayers
 from outrider.checkpoints.scaled import quantized
+from outrider.checkpoints.stacked_experts import StackedExperts, has_stacked_experts
 from outrider.checkpoints.weights import Source, Weights
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
@@ -40,7 +41,14 @@ def has_joined_experts(names: Iterable[str]) -> bool:
 
 
 def open_source(files: Weights, scheme: Scheme | None) -> Source:
-    """The tensors of a checkpoint's files.  Raises ModelError for MXFP4 elsewhere than in such experts."""
+    """The tensors of a checkpoint's files.
+
+    Raises ModelError for MXFP4 elsewhere than in such experts, and for those of stacked_experts.py quantized.
+    """
+    if has_stacked_experts(files):
+        if scheme is not None:
+            raise ModelError("experts in one tensor of a layer are supported without quantization only.")
+        return StackedExperts(files)
     if scheme is not None:
         return open_quantized(files, scheme)
     return JoinedExperts(files, files) if has_joined_experts(files) else files

@@ -25,7 +25,9 @@ ANY_HEAD = re.compile(r"(|.*\.)lm_head\.(weight|weight_packed|qweight)")
 GPT = re.compile(r"transformer\.h\.0\.mlp\.c_fc_0\.")  # of a gated MLP, which GPT-2 has not
 # Linears that decide much with few weights, and are never quantized here: routers of experts, and the gates
 # of a delta rule.
-GATES = re.compile(r"(\.(mlp|block_sparse_moe)\.(gate|router)|\.linear_attn\.in_proj_[ab])\.weight$")
+GATES = re.compile(
+    r"(\.(mlp|block_sparse_moe)\.(gate|router|shared_expert_gate)|\.linear_attn\.in_proj_(a|b|ba))\.weight$"
+)
 MIXTRAL = re.compile(r".*\.block_sparse_moe\.")
 LIKE_GPT = (
     (r"^transformer\.wte\.", "model.embed_tokens."),

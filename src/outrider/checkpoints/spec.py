@@ -20,7 +20,7 @@ from outrider.checkpoints.fields import (
     WINDOW,
 )
 from outrider.checkpoints.plain_config import TYPES
-from outrider.checkpoints.variant import LLAMA, DecoderVariant
+from outrider.checkpoints.variant import HYBRIDS, LLAMA, DecoderVariant
 from outrider.core.limits import MAX_EXPERTS, MAX_HEAD_DIM, check_attention
 from outrider.core.validate import Kind, whole
 from outrider.errors import ModelError
@@ -37,7 +37,9 @@ FAMILIES = {
     "GemmaForCausalLM": "Gemma 1",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3",
-    "Qwen3_5ForCausalLM": "Qwen3.5, without experts",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 with experts",
 }
 # Others differ in what a block computes: see Spec.like_llama.
 LIKE_LLAMA = (
@@ -48,7 +50,14 @@ LIKE_LLAMA = (
     "MiMoForCausalLM",
 )
 # whose queries and keys of every head are normalized
-QK_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Qwen3_5ForCausalLM")
+QK_NORMED = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
     "stablelm_epoch": ("stablelm", {"norm_eps": "layer_norm_eps", "rope_pct": "partial_rotary_factor"}),
@@ -60,7 +69,7 @@ LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "mlp",
     "moe",
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")  # model types
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
 EXPERT_COUNT = whole(1, MAX_EXPERTS)
@@ -107,6 +116,7 @@ class Experts:
 
     inner: width of each.  layers[i]: whether layer i has them, in place of one MLP.
     normalized: whether the weights of a row's experts sum to 1, rather than those of all
+    shared: width of an MLP that every row has beside its experts, times the sigmoid of a gate; 0: none
     """
 
     count: int
@@ -114,20 +124,25 @@ class Experts:
     inner: int
     normalized: bool
     layers: tuple[bool, ...]
+    shared: int = 0
 
     @staticmethod
     def of(config: Any, layers: int) -> Experts | None:
         """None for a model without experts; the keys mean nothing in other families."""
-        if config.model_type not in WITH_EXPERTS or not getattr(config, "num_local_experts", None):
+        is_hybrid = config.model_type in HYBRIDS
+        key = "num_experts" if is_hybrid else "num_local_experts"
+        if config.model_type not in WITH_EXPERTS or not getattr(config, key, None):
             return None
-        count = _size(config, "num_local_experts", EXPERT_COUNT)
+        count = _size(config, key, EXPERT_COUNT)
         chosen = _size(config, "num_experts_per_tok", whole(1, count))
         if config.model_type in ("mixtral", "gpt_oss"):
             return Experts(count, chosen, _size(config, "intermediate_size", INNER), True, (True,) * layers)
-        step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ()) or ()
         sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
         inner = _size(config, "moe_intermediate_size", INNER)
-        return Experts(count, chosen, inner, bool(config.norm_topk_prob), tuple(sparse))
+        shared = _size(config, "shared_expert_intermediate_size", INNER) if is_hybrid else 0
+        normalized = bool(getattr(config, "norm_topk_prob", True))
+        return Experts(count, chosen, inner, normalized, tuple(sparse), shared)
 
 
 @dataclass(frozen=True)
@@ -171,15 +186,16 @@ class Spec(Facts):
             raise ModelError(
                 f"{name} has {facts.layers} layers (num_hidden_layers), and layer_types lists {len(kinds)}."
             )
+        experts = Experts.of(config, facts.layers)
         return Spec(
             **vars(facts),
-            inner=_size(config, "intermediate_size", INNER),
+            inner=_inner(config, experts),
             heads=heads,
             eps=_size(config, "rms_norm_eps", EPSILON),
             windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
             qk_norm=name in QK_NORMED,
             tied=bool(config.tie_word_embeddings),
-            experts=Experts.of(config, facts.layers),
+            experts=experts,
             variant=DecoderVariant.of(config, kinds),
             rotated=rotated,
             recurrent=DeltaRule.of(name, config, kinds),
@@ -203,9 +219,17 @@ def _size(config: Any, key: str, kind: Kind) -> Any:
     return value
 
 
+def _inner(config: Any, experts: Experts | None) -> int:
+    """The width of MLPs without experts; some configs of models that have experts in all layers lack it."""
+    if experts is not None and all(experts.layers) and not hasattr(config, "intermediate_size"):
+        return experts.shared or experts.inner
+    width: int = _size(config, "intermediate_size", INNER)
+    return width
+
+
 def _rotated(config: Any, head_dim: int) -> int:
     """`Spec.rotated`.  The key means nothing in other families."""
-    if config.model_type != "qwen3_5_text":
+    if config.model_type not in HYBRIDS:
         return 0
     rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
     if rotated < 1:

@@ -9,6 +9,8 @@ from typing import Any
 from outrider.checkpoints.fields import POSITIVE
 from outrider.errors import ModelError
 
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # model types with gated delta rules
+
 
 @dataclass(frozen=True)
 class DecoderVariant:
@@ -56,7 +58,7 @@ class DecoderVariant:
                 attention_biases=bool(getattr(config, "attention_bias", True)),
                 expert_biases=True,
             )
-        if config.model_type == "qwen3_5_text":
+        if config.model_type in HYBRIDS:
             return DecoderVariant(unit_norms=True, query_gates=True)
         if not config.model_type.startswith("gemma"):
             return DecoderVariant()

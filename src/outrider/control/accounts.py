@@ -9,7 +9,7 @@ from outrider.control.alike import Candidate
 from outrider.control.evidence import LONGEST_PAUSE, Evidence
 from outrider.control.ledger import KNOWN_GRACE, MOST_GRACE, USED, Grace, Trials
 from outrider.control.plan import Load
-from outrider.control.prices import MARGIN
+from outrider.control.prices import MARGIN, need
 
 SPARE = 0.1  # part of what drafts have saved that one request may lose again
 
@@ -55,6 +55,11 @@ class Accounts:
         if sure and self.evidence.ledger.reserve > 0 and self.reserve >= late:
             return math.inf
         return max(self.room, self.reserve) - late
+
+    def lacks(self, candidate: Candidate, room: float) -> float:
+        """Seconds missing for a draft; 0 or less if there is room.  room: what its row may still lose."""
+        option, late, pays, sure = candidate
+        return need(option.cost, pays) - min(room, self.room_of(sure, late))
 
     def take(self, candidate: Candidate) -> None:
         """Set aside what a draft may lose, and what catching up takes."""

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from outrider.control.acceptance import Reach
 from outrider.control.choose import Option
-from outrider.control.plan import Plan, RowState
+from outrider.control.plan import Plan
+from outrider.control.row_state import RowState
 from outrider.core.row import Row
 
 LATE = 64  # tokens that drafters lack: rows are alike up to so many
@@ -55,7 +56,7 @@ def kind_of(row: Row, state: RowState | None, most: int, lacks: Sequence[int]) -
     what = most, row.steps > 0, row.left_out, row.params.draft_method, *late
     if state is None:  # nothing speaks for drafts: its grades are 0
         return what
-    return *what, *state.grades, *map(_likely, state.reach), *[retry > row.steps for retry in state.retry]
+    return *what, *[(arm.grade, _likely(arm.reach), arm.retry > row.steps) for arm in state.arms]
 
 
 def _likely(own: Reach) -> int:

@@ -125,11 +125,17 @@ class AutoController(StandingPlans):
         # what drafts that have paid took is no work for a rest to make up for
         worked = min(self.worked, 2 * self.look_seconds)
         least = math.ceil(worked / (self.load.explore * self.load.decode))
-        new = max(least, wait) if (wait := closed(self.planner)) else 0
-        longest = min(LONGEST_PAUSE, max(least, self.planner.wait, 1))
-        count = len(self.rows)
-        depth, need = self.limits.depth_for(count), least_need(self.planner)
-        self.rest = Rest(self.planner, self.load, longest - 1, new, need, depth, count, self.clock)
+        wait, count = closed(self.planner), len(self.rows)
+        self.rest = Rest(
+            self.planner,
+            self.load,
+            longest=min(LONGEST_PAUSE, max(least, self.planner.wait, 1)) - 1,
+            closed=max(least, wait) if wait else 0,
+            need=least_need(self.planner),
+            depth=self.limits.depth_for(count),
+            rows=count,
+            clock=self.clock,
+        )
         self.anchored = self.vain = self.due = False
         self.since_plain = 0
         self.looked = self.worked = 0.0

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from outrider.control.prefill import ChunkCost
+from outrider.control.line_cost import LineCost
 
 # rows of a forward in the table
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -209,7 +209,7 @@ class DraftCost:
 
     def __init__(self, plain: float, by_level: Collection[int] = ()) -> None:
         self.plain, self.by_level = plain, by_level
-        self.lines: dict[tuple[int, int], tuple[ChunkCost, float, float]] = {}  # cost, fixed, per level
+        self.lines: dict[tuple[int, int], tuple[LineCost, float, float]] = {}  # cost, fixed, per level
 
     def known(self, drafter: int) -> bool:
         """Whether it was ever asked."""
@@ -228,10 +228,10 @@ class DraftCost:
     def learn(self, drafter: int, rows: int, depth: float, seconds: float) -> None:
         """Take in asks of so many rows: their mean depth, and their mean seconds at pace 1."""
         key = drafter, _bucket(rows)
-        old = self.lines[key][0] if key in self.lines else ChunkCost()
+        old = self.lines[key][0] if key in self.lines else LineCost()
         self.set_line(*key, old.after(max(1, round(depth)), seconds, 0.0))
 
-    def set_line(self, drafter: int, bucket: int, cost: ChunkCost) -> None:
+    def set_line(self, drafter: int, bucket: int, cost: LineCost) -> None:
         """Set the line of so many rows."""
         fixed, per_level = cost.line()
         if cost.alike and drafter not in self.by_level:

@@ -26,7 +26,7 @@ def crowd_of(k: int, rows: Iterable[Row], asking: int, evidence: Evidence, trial
     """The crowd of drafter k.  asking: further rows that ask it."""
     able = [row for row in rows if row.draft_depth and row.accepts(evidence.arms[k].sources)]
     states = [(row, evidence.states.get(row)) for row in able]
-    due = sum(state is None or state.retry[k] <= row.steps for row, state in states)
+    due = sum(state is None or state.arms[k].retry <= row.steps for row, state in states)
     return Crowd(max(1, len(able) + asking), trial, due)
 
 

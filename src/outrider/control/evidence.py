@@ -17,7 +17,8 @@ from outrider.control.ledger import FIRST_TRIALS, MOST_KEPT, MOST_TRIALS, Ledger
 from outrider.control.memory import EVERY, Memory, learned
 from outrider.control.module import Corrected, Module
 from outrider.control.outcomes import judged, outcome_of
-from outrider.control.plan import Arm, Load, RowState, StepRecord, Try
+from outrider.control.plan import Arm, Load, StepRecord, Try
+from outrider.control.row_state import RowArm, RowState
 from outrider.control.sums import StepSums
 from outrider.control.tail import Tail
 from outrider.core.row import DraftingSummary, Row
@@ -83,11 +84,10 @@ class Evidence:
         found = self.states.get(row)
         if found is None:
             row.drafting = DraftingSummary()
-            reach, count = [Reach(above) for above in self.reach], len(self.arms)
             above, module = self.calibration, self.module
             own = Corrected(above, module, row) if module else Calibration(above)
-            lists = [0] * count, [0.0] * count, [0] * count
-            found = self.states[row] = RowState(own, reach, Ledger(), row.drafting, *lists)
+            arms = [RowArm(Reach(above)) for above in self.reach]
+            found = self.states[row] = RowState(own, arms, Ledger(), row.drafting)
         return found
 
     def reach_of(self, k: int, row: Row) -> Reach:
@@ -133,8 +133,10 @@ class Evidence:
                 self.state(row).enter(names, own.spent, own.plain, own.steps, own.drafted, own.idle)
 
     def _remember(self) -> None:
-        sums = self.total.seconds, self.total.plain_seconds
-        self.history.append(Moment({**self.total.steps}, *sums, self.ledger.loss, self.ledger.room))
+        total, ledger = self.total, self.ledger
+        self.history.append(
+            Moment({**total.steps}, total.seconds, total.plain_seconds, ledger.loss, ledger.room)
+        )
 
     def rested(self, load: Load, seconds: Sequence[float], propose: float, beside: int = 0) -> None:
         """Take in a rest: seconds of plain steps and their idle drafters, tokens emitted beside prompts."""
@@ -176,7 +178,7 @@ class Evidence:
                 lost = self.prefill_cost[k] * (row.prompt - (row.cached or 0))
                 most = MOST_LOST * (lost + load.token)
                 least = min(self.worth[k], -2 * most)  # so that a few good requests make up for many bad ones
-                earned = state.earned[k] if state is not None else 0.0
+                earned = state.arms[k].earned if state is not None else 0.0
                 self.worth[k] = max(least, min(self.worth[k] + earned - lost, most))
                 unpaid += lost
         self.ledger.add(max(0.0, unpaid), 0.0)
@@ -329,21 +331,20 @@ class Evidence:
             state.calibration.learn(key, accepted)
             self.calibration.learn(key, accepted)
         for k in tried.asked:
-            outcome = outcome_of(step, tried, k, self.bits[k], ended)
+            own, outcome = state.arms[k], outcome_of(step, tried, k, self.bits[k], ended)
             right, proposed = outcome.accepted, tried.proposed.get(k, 0)
             if right or outcome.missed:
-                own = state.reach[k]
-                own.learn(outcome, row.steps)
-                (own.above or self.reach[k]).learn(outcome)
+                own.reach.learn(outcome, row.steps)
+                (own.reach.above or self.reach[k]).learn(outcome)
             option = tried.plan.option(k)
             cost = option.cost if proposed else option.ask_cost
-            state.earned[k] += steps * (right * record.load.accepted_token - cost)
+            own.earned += steps * (right * record.load.accepted_token - cost)
             if right:
-                state.retry[k] = row.steps
+                own.retry = row.steps
             elif k in tried.plan.exploring:
                 self.trials[k].room -= cost + host
                 if self.reach[k].asked >= KNOWN:  # the next trials are for other rows, or for other text
                     pause = math.ceil(cost / (record.load.explore * record.load.token))
-                    state.retry[k] = row.steps + min(LONGEST_PAUSE, pause)
+                    own.retry = row.steps + min(LONGEST_PAUSE, pause)
         if tried.expected or step.accepted:
             state.asleep = 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from outrider.control.acceptance import FIRST_GRADED, FIRST_REACH, LEVELS, Calibration, Reach
 from outrider.control.cost import DraftCost
 from outrider.control.ledger import RESERVE, Ledger
-from outrider.control.prefill import ChunkCost
+from outrider.control.line_cost import LineCost
 
 log = logging.getLogger("outrider")
 
@@ -62,7 +62,7 @@ def learned(found: Any, drafters: int, plain: float, by_level: Collection[int] =
         prefill = [_count(seconds) for seconds in found["prefill_cost"]]
         if len(reach) == len(prefill) == drafters:
             calibration, ledger = _calibration(found), Ledger(loss=-_count(found["saved"]), kept=RESERVE)
-            costs = {(int(k), int(rows)): ChunkCost(*map(_count, line)) for k, rows, *line in found["costs"]}
+            costs = {(int(k), int(rows)): LineCost(*map(_count, line)) for k, rows, *line in found["costs"]}
             graded = {(int(k), int(grade)): _reach(part, FIRST_GRADED) for k, grade, part in found["graded"]}
             for (k, rows), cost in costs.items():
                 drafting.set_line(k, rows, cost)

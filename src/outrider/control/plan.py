@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.control.acceptance import Calibration, Reach
 from outrider.control.choose import Option
 from outrider.control.cost import Ask, ForwardCost
-from outrider.control.ledger import EXPLORE, SHARE, Ledger, allowance
+from outrider.control.ledger import EXPLORE, SHARE, allowance
+from outrider.control.row_state import RowState
 from outrider.control.tail import Tail
-from outrider.core.row import NO_DRAFTS, Drafted, DraftingSummary, Row
+from outrider.core.row import Row
 from outrider.core.step import Batch
 from outrider.core.tree import Budget
 
@@ -41,56 +41,6 @@ class Arm(NamedTuple):
     @property
     def name(self) -> str:
         return "/".join(self.sources)
-
-
-@dataclass(slots=True)
-class RowState:
-    """What is known of one request.
-
-    retry: step from which each drafter may be tried although it does not seem to pay.
-    earned: seconds that the drafts of each one have saved.
-    grades: of the next draft of each one, at the last look.
-    asleep: no drafter is considered before this step, unless far fewer rows run than the `crowd` of then.
-    steps: those that ledger and summary have.
-    """
-
-    calibration: Calibration
-    reach: list[Reach]
-    ledger: Ledger
-    summary: DraftingSummary
-    retry: list[int]
-    earned: list[float]
-    grades: list[int]
-    asleep: int = 0
-    crowd: int = 0
-    steps: int = 0
-
-    def promising(self, grades: list[int]) -> bool:
-        """Whether some grade is better than at the last look.  The row sleeps no more then."""
-        found = any(now > before for now, before in zip(grades, self.grades))
-        self.grades = grades
-        if found:
-            self.asleep = 0
-        return found
-
-    def enter(
-        self,
-        arm: str,
-        spent: float,
-        plain: float,
-        steps: int = 1,
-        drafted: Drafted = NO_DRAFTS,
-        idle: float = 0.0,
-    ) -> None:
-        """Add steps to ledger and summary.
-
-        spent, plain, steps, drafted: as in `DraftingSummary.add`.
-        idle: seconds that drafters took although none was asked.  No decision changes them, so no ledger
-        has them, but the summary does.
-        """
-        self.steps += steps
-        self.ledger.add(spent, plain)
-        self.summary.add(arm, spent + idle, plain, steps, drafted)
 
 
 class Plan(NamedTuple):

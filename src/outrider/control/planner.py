@@ -21,8 +21,9 @@ from outrider.control.crowds import Crowd, crowd_of, relieved, shrink
 from outrider.control.evidence import FEW_TOKENS, KNOWN, LONGEST_PAUSE, Evidence
 from outrider.control.fixed import FixedController
 from outrider.control.ledger import CROWD, USED, USUAL_GRACE, Grace
-from outrider.control.plan import Load, Plan, RowState
+from outrider.control.plan import Load, Plan
 from outrider.control.prices import MARGIN, Prices, need, pays_off, saved
+from outrider.control.row_state import RowState
 from outrider.core.clock import working_time
 from outrider.core.row import Row
 from outrider.core.step import Batch, RowStep
@@ -175,8 +176,8 @@ class Planner:
         choice = self.granted.get(kind)
         if choice is not None and self._takes(choice, room):
             return choice.plan._replace(state=self._begun(row))
-        for reach in state.reach if state is not None else ():
-            reach.fade(row.steps)
+        for arm in state.arms if state is not None else ():
+            arm.reach.fade(row.steps)
         chosen, wait = self._choose(row, state, most, room)
         if chosen:
             chosen.sort(key=lambda candidate: candidate.option.cost)
@@ -206,8 +207,9 @@ class Planner:
         room: seconds that the row may still lose.
         """
         accounts = self.accounts
-        for option, late, pays, sure in choice.chosen:
-            if need(option.cost, pays) > min(room, accounts.room_of(sure, late)):
+        for candidate in choice.chosen:
+            option, late, pays, _ = candidate
+            if accounts.lacks(candidate, room) > 0:
                 return False
             if not pays and accounts.wait(option.drafter, option.cost + late):
                 return False
@@ -264,7 +266,7 @@ class Planner:
             candidate = self._candidate(k, row, state, found[k], courage, room)
             if candidate.late and chosen:  # beside another one, it is a trial to compute the text for it
                 candidate = candidate._replace(pays=False, sure=False)
-            retry = 0 if state is None else state.retry[k] - row.steps
+            retry = 0 if state is None else state.arms[k].retry - row.steps
             pause = self._pause(k, candidate, most, retry, room)
             if self._lacks(k, row) and not self.evidence.prefills[k]:
                 pause = pause or int(k in self.trying)  # one row shows what it costs to compute a text
@@ -299,7 +301,7 @@ class Planner:
 
         retry: until it may be tried again in this row.  room: seconds that the row may still lose.
         """
-        option, late, pays, sure = candidate
+        option, late, pays, _ = candidate
         if not pays:
             if not self.prices.hopeful(k, self.load, most):
                 return LONGEST_PAUSE
@@ -307,15 +309,15 @@ class Planner:
             pause = max(retry, self.accounts.wait(k, rows * (option.cost + late)))
             if pause > 0 or rows > self.crowds[k].due:
                 return max(pause, DIGEST)
-        lacks = need(option.cost, pays) - min(room, self.accounts.room_of(sure, late))
-        return self.accounts.until(lacks) if lacks > 0 else 0
+        return self.accounts.until(self.accounts.lacks(candidate, room))
 
     def best(self, k: int, state: RowState | None, above: Reach, depth: int, courage: float) -> Option:
         """The best depth of a drafter for a row; one for all rows of a grade that have not asked it."""
-        if state is not None and state.reach[k].above is not above:
-            state.reach[k] = Reach(above)  # the grade is another one
-        if state is not None and state.reach[k].asked:
-            return self._option(k, state.reach[k], courage, depth)
+        own = None if state is None else state.arms[k]
+        if own is not None and own.reach.above is not above:
+            own.reach = Reach(above)  # the grade is another one
+        if own is not None and own.reach.asked:
+            return self._option(k, own.reach, courage, depth)
         place = above, depth, self.crowds[k].rows
         if place not in self.options:
             self.options[place] = self._option(k, Reach(above), courage, depth)

@@ -41,13 +41,13 @@ fixed(k) from per_token(k).
 from __future__ import annotations
 
 import math
-import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from statistics import linear_regression
 
+from outrider.control.line_cost import FREE, LineCost
 from outrider.core.step import Batch
 
 TTFT_TARGET = 2.0  # aim at most; what is promised is 3, with room for noise, halved chunks and refreshes
@@ -62,12 +62,7 @@ REFRESH_STEPS = 16
 TOKENS_RATE = 0.1  # of the moving averages of tokens that are drafted, accepted and emitted
 SURPRISE = 1.5  # two steps in a row off by this factor: the machine's speed has changed
 CONTEXT_BUCKET = 1024  # positions that share one cost estimate
-RIDGE = 0.02
-MIN_SLOPE = 0.25  # least per_token, as a part of the seconds per token: noise must not make tokens look free
-ALIKE = 1e-6  # rounding of the variance of sizes that are all the same
-SIMILAR = 0.04  # variance of sizes, over the square of their mean, up to which chunks are halved
 NEARLY = 0.5  # of the largest chunk: where prompts wait, that is taken instead, for a step less in the end
-FREE = 1e-9  # seconds of a prompt token that costs nothing measurable
 
 
 @dataclass
@@ -100,65 +95,6 @@ class PrefillBudget:
         return taken
 
 
-@dataclass(frozen=True)
-class ChunkCost:
-    """Least-squares line: seconds = fixed + per_token * tokens.  Exponentially weighted, 20 observations
-    deep.
-
-    Residuals grow with the chunk, so an observation weighs 1 / tokens.  A slight ridge on `fixed` makes the
-    line pass through the origin while all chunks have the same size.
-    """
-
-    weight: float = 0.0
-    tokens: float = 0.0
-    seconds: float = 0.0
-    tokens_tokens: float = 0.0
-    tokens_seconds: float = 0.0
-
-    def scaled(self, factor: float) -> ChunkCost:
-        return ChunkCost(*[factor * part for part in vars(self).values()])
-
-    def after(self, tokens: int, step: float, decode: float) -> ChunkCost:
-        """The cost after a step of `step` seconds, `decode` of which it would have taken without the chunk.
-
-        Clips an outlier at three times the prediction, so that one slow step does not change the estimate
-        much.
-        """
-        if self.weight:
-            step = min(step, 3 * (decode + self.predict(tokens)))
-        weight, seconds = 1 / tokens, step - decode
-        new = weight, weight * tokens, weight * seconds, weight * tokens**2, weight * tokens * seconds
-        return ChunkCost(*map(operator.add, vars(self.scaled(0.95)).values(), new))
-
-    @property
-    def alike(self) -> bool:
-        """Whether all chunks had the same size, which does not tell what a token more costs."""
-        return self._varies_less(ALIKE)
-
-    @property
-    def similar(self) -> bool:
-        """Whether their sizes tell little of it."""
-        return self._varies_less(SIMILAR)
-
-    def _varies_less(self, variance: float) -> bool:
-        return self.weight * self.tokens_tokens < (1 + variance) * self.tokens**2
-
-    def predict(self, tokens: int) -> float:
-        fixed, per_token = self.line()
-        return fixed + per_token * tokens
-
-    def line(self) -> tuple[float, float]:
-        """(fixed, per_token) in seconds: fixed >= 0, per_token > 0."""
-        weight = self.weight * (1 + RIDGE)
-        if self.tokens_seconds <= 0:
-            return 0.0, FREE
-        mean = self.tokens_seconds / self.tokens_tokens  # of a line through the origin
-        determinant = weight * self.tokens_tokens - self.tokens**2
-        slope = (weight * self.tokens_seconds - self.tokens * self.seconds) / determinant
-        per_token = min(max(slope, MIN_SLOPE * mean), mean)
-        return max(0.0, (self.seconds - per_token * self.tokens) / self.weight), max(per_token, FREE)
-
-
 class PrefillPacer:
     """Learns what steps cost (`learn`) and bounds the prompt tokens of the next one (`budget`).
 
@@ -173,7 +109,7 @@ class PrefillPacer:
         self.decode_line: tuple[float, float] | None = None  # the same: seconds of a row, and of a step
         self.tokens_per_row = 1.0  # emitted in a step, moving average of `_tokens`
         self.drafted = self.accepted = 0.0  # draft tokens, recent ones weigh most
-        self.costs: dict[int, ChunkCost] = {}  # context length // CONTEXT_BUCKET -> cost of a chunk
+        self.costs: dict[int, LineCost] = {}  # context length // CONTEXT_BUCKET -> cost of a chunk
         self.steps_since_refresh = REFRESH_STEPS
         self.surprises = 0  # consecutive steps with a chunk that took much more or less than predicted
         self.recent_chunk: float = FIRST_CHUNK
@@ -259,7 +195,7 @@ class PrefillPacer:
         self.tokens_per_row += TOKENS_RATE * (tokens - self.tokens_per_row)
         return tokens
 
-    def _checked(self, cost: ChunkCost, ratio: float) -> ChunkCost:
+    def _checked(self, cost: LineCost, ratio: float) -> LineCost:
         """Measure d again and lower the weight of old costs where steps show that the speed has changed."""
         self.surprises = 0 if 1 / SURPRISE < ratio < SURPRISE else self.surprises + 1
         if self.surprises < 2:
@@ -292,10 +228,10 @@ class PrefillPacer:
             return None
         return _seconds_per_token(self.decode_steps[_nearest(self.decode_steps, decoding)])
 
-    def _new_cost(self, bucket: int) -> ChunkCost:
+    def _new_cost(self, bucket: int) -> LineCost:
         """The nearest estimate as a prior: the farther away, the less it weighs."""
         if not self.costs:
-            return ChunkCost()
+            return LineCost()
         nearest = _nearest(self.costs, bucket)
         return self.costs[nearest].scaled(0.7 ** min(8, abs(nearest - bucket)))
 

@@ -9,7 +9,8 @@ from outrider.control import choose
 from outrider.control.acceptance import Reach
 from outrider.control.choose import Option, Price
 from outrider.control.evidence import Evidence
-from outrider.control.plan import Arm, Load, RowState
+from outrider.control.plan import Arm, Load
+from outrider.control.row_state import RowState
 
 MARGIN = 1.2  # of a step's largest loss over its expected cost
 FLOOR_NODES = 4  # of a row: what one of them costs sets its floor
@@ -69,7 +70,7 @@ class Prices:
         k = option.drafter
         if not self.arms[k].stops:
             return 0.0
-        reach = state.reach[k]
+        reach = state.arms[k].reach
         price = self.price(k, reach, load, crowd)
         node = min(price.verify(1), price.verify(FLOOR_NODES) / FLOOR_NODES)
         least = min(MOST_FLOOR, load.rate * (price.per_level / reach.drafted + node))

@@ -122,7 +122,7 @@ class StandingPlans:
         """The same while losses leave room: few while drafters are new."""
         longest, most = DIGEST, DIGEST * self.load.batch  # many rows lose little by a few of them
         for plan in self.plans.values():
-            for own in [plan.state.reach[option.drafter] for option in plan.options]:
+            for own in [plan.state.arms[option.drafter].reach for option in plan.options]:
                 others = own.above.asked if own.above else 0
                 longest = min(longest, 1 + (own.asked + min(others, most)) // 4)
         return longest

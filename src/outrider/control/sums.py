@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.control.plan import Arm, RowState, StepRecord, Try
+from outrider.control.plan import Arm, StepRecord, Try
+from outrider.control.row_state import RowState
 from outrider.core.row import Drafted, Row
 from outrider.core.step import RowStep
 

@@ -140,7 +140,8 @@ class SamplingParams:
     structured_outputs          StructuredOutputs, or a dict of its fields: the form that the output must have
     prediction                  text or token ids that the output repeats in large parts: drafted from
     draft_method                name of the one of several methods that drafts for this request; None: all
-    thinking_token_budget       tokens of a reasoning after which its end marker is forced; None or -1: any number
+    thinking_token_budget       tokens of a reasoning after which its end marker is forced; None or -1: any
+                                number
     reasoning_markers           begin and end of a reasoning, which a budget needs: ("<think>", "</think>")
     max_draft_tokens            depth of this request's draft trees at most; None: no limit of its own
 

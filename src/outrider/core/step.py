@@ -43,6 +43,7 @@ class RowStep:
     # ids of the largest logits (see Needs.topk), best first, after the root and after each node;
     # empty unless `emits`, with an empty entry at a node without a finite logit
     topk: Sequence[list[int]] = ()
+    top_logits: Sequence[list[float]] = ()  # those of `topk`, raw, if `Needs.logits`
 
     @property
     def end(self) -> int:
@@ -169,15 +170,18 @@ class Needs(NamedTuple):
     topk        number of ids with the largest logits at the root and at every draft node, at most 64
     states      hidden states of known and accepted tokens: FINAL, or the number of the layer that they enter
     lookbehind  number of cached prefix tokens that are recomputed for their hidden states
+    logits      whether `topk` comes with these logits
     """
 
     topk: int = 0
     states: tuple[int, ...] = ()
     lookbehind: int = 0
+    logits: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # type: ignore[override]
         states = tuple(sorted({*self.states, *other.states}))
-        return Needs(max(self.topk, other.topk), states, max(self.lookbehind, other.lookbehind))
+        lookbehind, logits = max(self.lookbehind, other.lookbehind), self.logits or other.logits
+        return Needs(max(self.topk, other.topk), states, lookbehind, logits)
 
 
 MAX_GATHERED = 64  # positions of a row at most that are gathered together with those of other rows

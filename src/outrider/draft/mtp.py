@@ -21,7 +21,7 @@ The last norm is the target's.  (*): the target's norm follows, and queries and 
 
 Ours: layers.{i}.{enorm,hnorm,eh_proj,norm} and those of a block; eh_proj reads [embedding; state].  A block
 that is not Llama's, Qwen2's or Qwen3's (with experts, compressed attention or gates) is one of the target's
-family, and runs as the target does, often in transformers' own code.
+family, and runs as the target does: in transformers' own code, or on the lean decoder.
 Embedding and lm_head are the target's; copies of them in the file are not read.  The output of a layer is
 before or after its last norm, as the states that it reads are.  Engines disagree which: our config states it
 ("prenorm").

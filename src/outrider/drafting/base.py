@@ -132,15 +132,27 @@ class Drafter:
         """Bytes of K/V for every slot of the target's cache, by device.  `device` is the target's."""
         return Counter()
 
+    def state_bytes(self, device: torch.device) -> Counter[torch.device]:
+        """Bytes of recurrent states for every request, by device.  `device` is the target's."""
+        return Counter()
+
     def allocate(self, slots: int, pool: Pool) -> Storage:
         """Allocate K/V storage for `slots` slots.  Called once.  `pool` is the target's."""
         return Storage()
 
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
-        stops, grades = self.heeds_floors, type(self).grade is not Drafter.grade
-        reads = self.computes_prompts
-        return [Arm(self.sources, depth, self.size, reads, self.behind, self.grade, stops, grades)]
+        arm = Arm(
+            self.sources,
+            depth,
+            self.size,
+            prefills=self.computes_prompts,
+            behind=self.behind,
+            grade=self.grade,
+            stops=self.heeds_floors,
+            grades=type(self).grade is not Drafter.grade,
+        )
+        return [arm]
 
     def size(self, depth: int) -> int:
         """Maximum number of nodes in a tree of this depth."""

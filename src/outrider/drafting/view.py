@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from outrider.core.block_table import PAGE
 from outrider.core.step_input import StepInput
 from outrider.core.validate import is_whole
 from outrider.errors import ConfigError
@@ -60,10 +61,14 @@ NO_VIEW = View(array("i"))  # of a drafter whose nodes have no K/V
 
 @dataclass(frozen=True)
 class Window:
-    """The first `sink` tokens and the last `recent` ones, the row's own among them."""
+    """The first `sink` tokens and the last `recent` ones, the row's own among them.
+
+    parts: positions of `sink` tokens in place of the first ones, in order.
+    """
 
     sink: int = 0
     recent: int = sys.maxsize
+    parts: tuple[range, ...] = ()
 
     @classmethod
     def of(cls, budget: int | None, sink: int) -> Window:
@@ -75,7 +80,10 @@ class Window:
         first = start + 1 - self.recent
         if first <= self.sink:
             return View(slots, 0, adapter)
-        return View(slots[: self.sink] + slots[first:end], first - self.sink, adapter)
+        pinned = slots[: self.sink] if not self.parts else array("i")
+        for part in self.parts:
+            pinned += slots[part.start : part.stop]
+        return View(pinned + slots[first:end], first - self.sink, adapter)
 
     def read(
         self,
@@ -108,10 +116,16 @@ OWN = ("draft_dtype", "quantization", "revision", "draft_device", "draft_gpu_lay
 def check(options: Any) -> None:
     """Raise ConfigError for a KV budget without room, and, for "self", for options of a model's weights."""
     budget, sink = options.draft_kv_budget, options.draft_kv_sink
+    retrieves = options.draft_kv_policy == "retrieval"
     if budget is not None and not is_whole(budget, sink + 1):
         raise ConfigError(
             f"draft_kv_budget must be a whole number of at least draft_kv_sink + 1 = {sink + 1} "
             f"(the first {sink} tokens and one more), or None for all, got {budget!r}."
+        )
+    if retrieves and (options.model != SELF or budget < sink + 2 * PAGE):
+        raise ConfigError(
+            f'draft_kv_policy "retrieval" is for model "self", with a draft_kv_budget of at least '
+            f"draft_kv_sink + {2 * PAGE}: got {options.model!r} and {budget!r}."
         )
     if options.model != SELF:
         return

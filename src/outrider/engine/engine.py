@@ -210,22 +210,18 @@ class Engine:
         if self.overlap > 1 and self.adaptive:  # each step in flight has its own
             controller = controller_of(batch, self.adaptive, self.flights)
         self.scheduler.reserve(batch, self.proposer.budgets(batch, controller))
-        propose = working_time()
+        planned = working_time()
         batch.take(self.proposer.propose(batch))
         controller.trim(batch)
-        forward, drafted = working_time(), None
+        proposed, drafted = working_time(), None
         if self.times_device and (batch.prefill or any(step.budget.depth for step in batch)):
-            drafted = self._event()
+            drafted = DeviceEvent(self.decoder.device)
         complete = self.runner.begin(batch, self.drafter.needs)
-        drafting = forward - propose
+        propose, rest = proposed - planned, planned - began
         if self.learner is not None:
-            drafting -= self.learner.taken()
-        beginning = working_time() - forward
-        return Flight(batch, controller, complete, drafting, beginning, propose - began, drafted)
-
-    def _event(self) -> DeviceEvent:
-        """The present moment in the work of the device: controllers have to know what took how long."""
-        return DeviceEvent(self.decoder.device)
+            propose -= self.learner.taken()
+        forward = working_time() - proposed
+        return Flight(batch, controller, complete, propose, forward, rest, drafted)
 
     def _complete(self, flight: Flight) -> list[Row]:
         """Wait for the forward of a step, and verify and commit its drafts."""
@@ -244,7 +240,8 @@ class Engine:
         # Of a device, that it may still compute.  What drafters do with a prompt is no cost of drafts.
         if self.ahead and not batch.prefill:
             observed = working_time() - before
-        self.prompts_read = self._event() if batch.prefill and self.times_device else None
+        reads = batch.prefill and self.times_device
+        self.prompts_read = DeviceEvent(self.decoder.device) if reads else None
         finished = self._finish(batch)
         rest = working_time() - began - observed
         times = Times(flight.propose + observed, flight.forward, flight.rest + rest)

@@ -41,8 +41,11 @@ def build_cache(
     each = target.state_bytes(max_nodes)
     states = plan_states(each, options)
     all_states = Counter({device: states * size for device, size in each.items()})
+    for device, size in drafter.state_bytes(target.device).items():
+        all_states[device] += options.max_num_seqs * size
     one, request = target.state_bytes(0), -(-max_len // PAGE) * PAGE * slot_bytes.total()
-    num_snapshots = plan_snapshots(one, states, all_states.total() + request, options)
+    taken = all_states.total() + request + working.total()
+    num_snapshots = plan_snapshots(one, states, taken, options)
     all_states += Counter({device: num_snapshots * size for device, size in one.items()})
     num_pages = plan_pages(slot_bytes, max_len, max_nodes, options, working, all_states)
     snapshots = Snapshots(range(states, states + num_snapshots), drafter.needs.lookbehind)
@@ -119,7 +122,8 @@ def plan_states(each: Counter[torch.device], options: EngineOptions) -> int:
 def plan_snapshots(one: Counter[torch.device], states: int, taken: int, options: EngineOptions) -> int:
     """Snapshots of recurrent states: some for each request, as far as they fit in half of the memory left.
 
-    one: bytes of a snapshot.  taken: bytes of the states of all requests, and of the K/V of a full one.
+    one: bytes of a snapshot.  taken: bytes of the states of all requests, the K/V of a full one, and what a
+    step computes.
     """
     if not one or not options.enable_prefix_caching:
         return 0
@@ -130,8 +134,8 @@ def plan_snapshots(one: Counter[torch.device], states: int, taken: int, options:
         snapshots = max(0, min(snapshots, (memory - taken) // 2 // size))
     if not snapshots:
         log.warning(
-            "prompts share no K/V: no memory is left for snapshots of recurrent states; lower max_num_seqs or "
-            "raise kv_cache_memory_bytes"
+            "prompts share no K/V: no memory is left for snapshots of recurrent states; lower max_num_seqs "
+            "or raise kv_cache_memory_bytes"
         )
     return snapshots
 

@@ -3,7 +3,8 @@
 The states after the prompt's last full page are kept, those at some borders before it, and the latest ones of
 the output:
 
-- where the prompt leaves the indexed texts (arXiv:2411.19379): the next text with this beginning resumes there
+- where the prompt leaves the indexed texts (arXiv:2411.19379): the next text with this beginning resumes
+  there
 - at multiples of an interval, at least `LEAST_INTERVAL`, so that a prompt has few of all snapshots
 """
 

@@ -84,11 +84,13 @@ class ForwardOutput:
         return random_streams.emit(self.batch[row].row, node, distribution)
 
     def find_topk(self) -> None:
-        """Set `topk` of every row."""
+        """Set `topk` of every row, and `top_logits`."""
         best = self.sampler.best(self.logits, self.needs.topk)
+        logits = self.sampler.logits_of(self.logits, best) if self.needs.logits else []
         for r in self.roots:
             step = self.batch[r]
-            step.topk = best[self.at(r, ROOT) : self.at(r, len(step.tree.tokens))]
+            own = slice(self.at(r, ROOT), self.at(r, len(step.tree.tokens)))
+            step.topk, step.top_logits = best[own], logits[own]
 
     def states(self) -> States:
         """Hidden states of the known tokens and the accepted nodes of every row."""

@@ -57,9 +57,7 @@ class Hooks:
     """
 
     draft_nodes: Callable[[int], int] = lambda rows: 0
-    prefill: Callable[[int, int, int], PrefillBudget] = lambda decoding, tokens, waiting: PrefillBudget(
-        tokens
-    )
+    prefill: Callable[[int, int, int], PrefillBudget] = lambda _, tokens, __: PrefillBudget(tokens)
     filled: Callable[[Row], int] = lambda row: row.computed
     forget: Callable[[Row, str], None] = lambda row, reason: None
 
@@ -323,7 +321,10 @@ class Scheduler:
         Returns False if there is no free page for a copy.
         """
         source, fits = row.source, True
-        if source is not None and source.table is not None and not self.cache.states:
+        if source is not None and source.table is not None and self.cache.states:
+            self.share(source)  # with a snapshot of its prompt
+            source = None
+        if source is not None and source.table is not None:
             row.computed = min(row.prompt - 1, self.hooks.filled(source))
             fits = self.cache.fork(source.table, table, row.computed)
         else:
@@ -338,9 +339,8 @@ class Scheduler:
         """
         assert self.adapters is not None
         try:
-            row.adapter = self.adapters.take(
-                lora, {other.lora.lora_int_id for other in self.running if other.lora}
-            )
+            used = {other.lora.lora_int_id for other in self.running if other.lora}
+            row.adapter = self.adapters.take(lora, used)
         except RequestError as error:
             row.error, row.finish_reason = error, "error"
         return row.adapter is not None

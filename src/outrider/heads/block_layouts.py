@@ -10,6 +10,9 @@ All of them have Qwen3 blocks `layers.{i}`, `fc`, `hidden_norm` and `norm`; thei
     block                 block_size                       block_size
     a window's rows see   the block, if                    the block up to themselves, unless
                           sliding_window_non_causal        dflash_config.causal is false
+    all rows see                                           the block up to themselves, if
+                                                           dflash_config.causal, or causal_head
+                                                           (JetSpec), is true
     the rest              d2t, t2d, lm_head, sample_from_anchor
 """
 
@@ -104,7 +107,7 @@ def _sliding(head: Head, layers: int) -> list[bool]:
 
 def _causal(config: Mapping[str, Any], sliding: bool) -> bool:
     """Whether the rows of a layer attend to their block up to themselves only."""
-    given = config.get("is_causal", config.get("causal"))
+    given = config.get("is_causal", config.get("causal", config.get("causal_head")))
     if given is not None:
         return bool(given)
     silent = "speculators_model_type" in config  # older files lack the key and are non-causal

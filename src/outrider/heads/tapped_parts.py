@@ -13,7 +13,14 @@ from outrider.core.device import to_device
 from outrider.core.ragged import Ragged
 from outrider.drafting.base import Target
 from outrider.heads.layer import Sizes
-from outrider.heads.parts import Layer, register_vocabulary, rotary_angles, sizes_config, small_sizes
+from outrider.heads.parts import (
+    Attention,
+    Layer,
+    register_vocabulary,
+    rotary_angles,
+    sizes_config,
+    small_sizes,
+)
 from outrider.heads.tapped import TAPS, default_taps
 
 Keys = list[tuple[Tensor, Tensor]]  # keys and values of the steps so far
@@ -66,6 +73,26 @@ def attend_to_paths(q: Tensor, keys: Keys, seen: Tensor) -> Tensor:
     return out
 
 
+def along_paths(attention: Attention, u: Tensor, keys: Keys, rows: Rows) -> Tensor:
+    """Output [m, hidden] of an attention whose rows attend to the text and to their own path.
+
+    u: its input, [m, inputs], and in step 0 that of all places.  Adds the step's keys and values to `keys`.
+    """
+    first = not keys
+    positions = rows.offsets if first else rows.offsets[rows.places] + len(keys)
+    angles = rotary_angles(positions, attention.head_dim)
+    keys.append((attention.keys(u, angles), attention.values(u)))
+    if first:
+        u, angles = u.index_select(0, rows.places), angles.index_select(0, rows.places)
+    padded = Keys()
+    for step, (k, v) in enumerate(keys):
+        of = rows.rows if step else rows.texts  # step 0 has all places
+        padded.append((of.pad(k), of.pad(v)))
+    out = attend_to_paths(rows.rows.pad(attention.queries(u, angles)), padded, rows.seen)
+    projected: Tensor = attention.o_proj(rows.rows.join(out))
+    return projected
+
+
 class PathLayer(Layer):
     """A layer over [norm(embedding); norm(state)], whose rows attend to the text and to their own path."""
 
@@ -78,19 +105,9 @@ class PathLayer(Layer):
 
         In step 0 these are of all places.  Adds the step's keys and values to `keys`.
         """
-        attention, first = self.self_attn, not keys
-        positions = rows.offsets if first else rows.offsets[rows.places] + len(keys)
-        angles = rotary_angles(positions, attention.head_dim)
         u = torch.cat([self.input_layernorm(embedded), self.hidden_norm(g)], dim=-1)
-        keys.append((attention.keys(u, angles), attention.values(u)))
-        if first:
-            g, u, angles = (part.index_select(0, rows.places) for part in (g, u, angles))
-        padded = Keys()
-        for step, (k, v) in enumerate(keys):
-            of = rows.rows if step else rows.texts  # step 0 has all places
-            padded.append((of.pad(k), of.pad(v)))
-        out = attend_to_paths(rows.rows.pad(attention.queries(u, angles)), padded, rows.seen)
-        return self.feed_forward(g + attention.o_proj(rows.rows.join(out)))
+        g = g if keys else g.index_select(0, rows.places)
+        return self.feed_forward(g + along_paths(self.self_attn, u, keys, rows))
 
 
 class TapNetwork(nn.Module):

@@ -87,7 +87,8 @@ class Decoder(Model):
         self.backend: Backend = backends[where.outer]
         bits = bits_of(precision.quantization)
         reader = LayerReader(checkpoint.tensors(), spec, self.dtype, bits)
-        self.tables = tables = rotation_tables(checkpoint.config, spec, max_len)
+        tables = rotation_tables(checkpoint.config, spec, max_len)
+        self.rotations = next(iter(tables.values()))  # of layers without a table of their own
         self.embedding = reader.embedding(self.backend)
         self.layers = [reader.layer(backends[at], i) for i, at in enumerate(where.layers)]
         for layer, kind, at in zip(self.layers, spec.variant.ropes, where.layers):
@@ -96,8 +97,8 @@ class Decoder(Model):
         for at, group in itertools.groupby(range(spec.layers), lambda i: where.layers[i]):
             numbers = list(group)
             first, count = numbers[0], len(numbers)
-            own, table = self.layers[first : first + count], next(iter(tables.values()))
-            stack = backends[at].pack_layers(spec, own, table.to(at))
+            own = self.layers[first : first + count]
+            stack = backends[at].pack_layers(spec, own, self.rotations.to(at))
             self.parts.append(Part(backends[at], stack, first, count))
         self._layer_range = lru_cache(maxsize=8)(self._only)
         self.norm = reader.norm(self.backend)
@@ -177,8 +178,8 @@ class Decoder(Model):
         """Layers with gates, which heads have no code for."""
         if not self.spec.variant.query_gates:
             return super().more_layers(tensors, count)
-        table = next(iter(self.tables.values()))
-        return LeanLayers(LeanLayers.like(self.spec, count), tensors, self.precision, self.backend, table)
+        like = LeanLayers.like(self.spec, tensors, count)
+        return LeanLayers(like, tensors, self.precision, self.backend, self.rotations)
 
     def forward(
         self, step_input: StepInput, pool: Pool, blocks: Any = None, x: Stream = None, taps: Taps = None
@@ -239,6 +240,8 @@ class Decoder(Model):
 
     @property
     def fuses_chains(self) -> bool:
+        if self.spec.recurrent is not None:  # a state has to be set aside between forwards
+            return False
         return self.fused is not None or self.backend.pick_next is not None
 
     def draft_chain(self, step_input: StepInput, pool: Pool, chains: Chains, blocks: Any = None) -> Chained:

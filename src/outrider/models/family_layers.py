@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.backends.base import Backend, LayerKV
 from outrider.cache.pool import Pool
 from outrider.checkpoints.spec import Spec
+from outrider.checkpoints.stacked_experts import StackedExperts, has_stacked_experts
 from outrider.checkpoints.weights import GivenWeights
 from outrider.core.step_input import StepInput
 from outrider.errors import ModelError
@@ -35,7 +36,8 @@ class LeanLayers:
         self.spec, self.precision, self.backend = spec, precision, backend
         self.eps, self.unit_norms = spec.eps, spec.variant.unit_norms
         weights = _Read(tensors)
-        reader, device = LayerReader(weights, spec, precision.dtype, None), backend.device
+        source = StackedExperts(weights) if has_stacked_experts(tensors) else weights
+        reader, device = LayerReader(source, spec, precision.dtype, None), backend.device
         try:
             self.layers = [reader.layer(backend, i, str(i)) for i in range(spec.layers)]
         except ModelError as error:
@@ -50,9 +52,12 @@ class LeanLayers:
         self.packed = [backend.pack_layers(spec, [layer], table.to(device)) for layer in self.layers]
 
     @staticmethod
-    def like(spec: Spec, count: int) -> Spec:
-        """The spec of `count` layers with attention and one MLP."""
-        return replace(spec, layers=count, windows=(0,) * count, experts=None, recurrent=None)
+    def like(spec: Spec, tensors: Iterable[str], count: int) -> Spec:
+        """The spec of `count` layers with attention, and with experts if there are tensors of some."""
+        experts = spec.experts if any(".experts." in name for name in tensors) else None
+        if experts is not None:
+            experts = replace(experts, layers=(True,) * count)
+        return replace(spec, layers=count, windows=(0,) * count, experts=experts, recurrent=None)
 
     def pool(self, slots: int) -> Pool:
         s, dtype = self.spec, self.precision.kv_dtype

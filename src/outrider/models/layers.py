@@ -48,9 +48,12 @@ class LayerReader:
         spec, prefix = self.spec, prefix or f"model.layers.{i}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         recurrent = spec.recurrent is not None and spec.recurrent.layers[i]
-        experts = gate_up = down = None
+        experts = gate_up = down = shared_gate = None
         if spec.experts is not None and spec.experts.layers[i]:
             experts = self._experts(backend, mlp, spec.experts)
+            if shared := spec.experts.shared:
+                gate_up, down = self._mlp(backend, f"{mlp}.shared_expert", shared)
+                shared_gate = self._fused(backend, [(f"{mlp}.shared_expert_gate", 1)], spec.hidden, None)
         elif spec.inner:
             gate_up, down = self._mlp(backend, mlp, spec.inner)
         return DecoderLayer(
@@ -65,6 +68,7 @@ class LayerReader:
             window=spec.windows[i],
             scale=(spec.variant.query_scalar or spec.head_dim) ** -0.5,
             experts=experts,
+            shared_gate=shared_gate,
             cap=spec.variant.score_cap,
             gelu=spec.variant.gelu,
         )
@@ -93,14 +97,18 @@ class LayerReader:
         assert isinstance(rule, DeltaRule)
         hidden, values, channels = self.spec.hidden, rule.heads * rule.dim, rule.channels
         qkvz = [(f"{at}.in_proj_qkv", channels), (f"{at}.in_proj_z", values)]
-        gates = [(f"{at}.in_proj_b", rule.heads), (f"{at}.in_proj_a", rule.heads)]
+        gates, order = [(f"{at}.in_proj_b", rule.heads), (f"{at}.in_proj_a", rule.heads)], NO_ORDER
+        if rule.by_key_head:
+            qkvz = [(f"{at}.in_proj_qkvz", channels + values)]
+            gates = [(f"{at}.in_proj_ba", 2 * rule.heads)]
+            order = dict(zip((qkvz[0][0], gates[0][0]), _key_head_orders(rule)))
 
         def vector(name: str, *shape: int) -> Tensor:
             return self.weights.get(f"{at}.{name}", *shape).float().to(backend.device)
 
         delta = LayerDelta(
-            self._fused(backend, qkvz, hidden, self.bits),
-            self._fused(backend, gates, hidden, None),
+            self._fused(backend, qkvz, hidden, self.bits, order),
+            self._fused(backend, gates, hidden, None, order),
             taps=vector("conv1d.weight", channels, 1, rule.taps)[:, 0].T.contiguous(),
             bias=vector("dt_bias", rule.heads).contiguous(),
             rates=-vector("A_log", rule.heads).exp(),
@@ -211,6 +219,15 @@ def fused(
         read.append(reduced(weight, bits))
         biases.append(bias)
     return backend.pack(join(read, dtype), torch.cat(biases) if found else None)
+
+
+def _key_head_orders(rule: DeltaRule) -> tuple[Tensor, Tensor]:
+    """Where files by head of keys have the outputs of q, k, v and z, and those of the gates b and a."""
+    groups, values = rule.key_heads, rule.heads // rule.key_heads * rule.dim
+    sizes = [rule.key_dim, rule.key_dim, values, values]
+    qkvz = torch.split(torch.arange(groups * sum(sizes)).view(groups, -1), sizes, dim=1)
+    gates = torch.arange(2 * rule.heads).view(groups, 2, -1)
+    return torch.cat([part.flatten() for part in qkvz]), gates.transpose(0, 1).flatten()
 
 
 def _outputs(weight: Tensor | QuantizedWeight, rows: Tensor) -> Tensor | QuantizedWeight:

@@ -57,7 +57,7 @@ def _draft_model(drafter: DraftModel) -> Any:
     options, vocabulary = drafter.options, drafter.target.vocabulary
     if drafter.one_pass is not None:
         raise ConfigError(f"online: the PARD model {options.model!r} {CURE.replace('head', 'draft model')}")
-    own = not drafter.itself and options.draft_tensor_parallel_size == 1
+    own = not drafter.itself and drafter.states is None and options.draft_tensor_parallel_size == 1
     checkpoint = drafter.checkpoint if own and options.vocab_mismatch == "refuse" else None
     readable = checkpoint and isinstance(checkpoint.spec, Spec) and checkpoint.gguf is None
     if not checkpoint or not readable or drafter.vocabulary != vocabulary:
@@ -104,7 +104,8 @@ def _head(drafter: HeadDrafter) -> nn.Module:
         return loaded(network, head, lambda name: medusa.REFERENCE.ours(name, blocks=blocks) or name)
     if isinstance(drafter, hydra.Hydra):
         layers, own = int(head.config.get("hydra_num_layers") or 1), "hydra_lm_head.0.weight" in head
-        return loaded(hydra.Network(hidden, vocabulary, len(drafter.heads), layers, None, 0.0, own), head)
+        heads = len(drafter.heads)
+        return loaded(hydra.Network(hidden, vocabulary, heads, layers, dropout=0.0, own=own), head)
     raise ConfigError(f"online: a head of the method {drafter.sources[0]!r} {CURE}")
 
 

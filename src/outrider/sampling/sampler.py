@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from outrider.backends.base import Backend
@@ -91,6 +92,16 @@ class Sampler:
             return [self.backend.pick(logits, GREEDY, 0, k, False, at)[0] for at in range(len(logits))]
         ids: list[list[int]] = logits.topk(min(k, logits.shape[1])).indices.tolist()
         return ids
+
+    @staticmethod
+    def logits_of(logits: Tensor, ids: Sequence[list[int]]) -> list[list[float]]:
+        """The logits of these ids in each row of [M, V]."""
+        if logits.device.type == "cpu":
+            return [row[own].tolist() for row, own in zip(logits, ids)]
+        width = max(map(len, ids), default=0)
+        padded = torch.tensor([own + [0] * (width - len(own)) for own in ids], device=logits.device)
+        found = logits.gather(1, padded.long()).tolist()
+        return [row[: len(own)] for row, own in zip(found, ids)]
 
     def values(self, row: Row, path: Sequence[int], logits: Tensor, mode: str) -> Tensor:
         """Values reported as log-probabilities, float32 [V], from raw logits [V].

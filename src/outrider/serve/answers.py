@@ -112,7 +112,8 @@ class Job:
         """
         options = self.body.stream_options or StreamOptions()
         opened = f"data: {dumps(self.head(self.chunk_kind))[:-1]},"
-        usage = options.include_usage or self.server.options.enable_force_include_usage
+        asked, of_parts = options.include_usage, options.continuous_usage_stats
+        usage = (of_parts if asked is None else asked) or self.server.options.enable_force_include_usage
         began, sent = False, SoFar(opened, {"usage": None} if usage else {})
         try:
             with naming(self.body):

@@ -99,6 +99,11 @@ class ApiError(Exception):
         return Json(body, self.status, self.headers)
 
 
+def aborted() -> ApiError:
+    """Error for a text that was ended before its end: what there is of it is no answer."""
+    return ApiError(503, "the request was aborted.", code="aborted", retry_after=5)
+
+
 def not_ready(status: str) -> ApiError:
     """The error of a server that is "loading" or "stopping"."""
     return ApiError(503, f"the server is {status}.", code=status, retry_after=5)

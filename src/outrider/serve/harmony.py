@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 from outrider.core.reasoning import ReasoningMarkers, Thought, without_beginning
-from outrider.serve.tool_calls import Pieces, ToolCall, Tools, end_of
+from outrider.serve.tool_calls import Pieces, ToolCall, Tools, between, end_of
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 CALL, MESSAGE, CALLED = "<|channel|>commentary to=functions.", "<|message|>", "<|call|>"
@@ -34,7 +34,17 @@ CUT_HEAD = re.compile(
 RECIPIENT = re.compile(r"to=(\S+)")
 CLOSING = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)")
 CLOSINGS = ("<|end|>", CALLED, "<|return|>", "<|start|>")
-NAMED = re.compile(r"([\w.-]++)[^<]*+(?:<\|constrain\|>[^<]*+)?<\|message\|>\s*+")
+ASSISTANT = "<|start|>assistant"
+RECIPIENT_FIRST = f"{ASSISTANT} to=functions."
+HEADS = (CALL, "to=functions.")  # beginnings of a call
+# of a call, with its recipient behind the channel or in front of it
+CALL_HEAD = re.compile(
+    r"(?:<\|channel\|>commentary to=functions\.(?P<name>[\w.-]++)[^<]*+"
+    r"|(?:<\|start\|>assistant ?)?to=functions\.(?P<first>[\w.-]++)[^<]*+<\|channel\|>\w++[^<]*+)"
+    r"(?:<\|constrain\|>[^<]*+)?<\|message\|>\s*+"
+)
+BEGUN = "|".join(re.escape(HEADS[1][:length]) for length in range(len(HEADS[1])))
+BARE_CALL = re.compile(rf"\s*(?:to=functions\.|(?:{BEGUN})\Z)")  # the prompt ends with <|start|>assistant
 
 
 class Message(NamedTuple):
@@ -143,16 +153,17 @@ HARMONY = HarmonyMarkers(ANALYSIS, FINAL)
 def read_calls(text: str, _: Tools) -> Pieces:
     """The calls of a text from the first one on, and what is between them."""
     pieces: Pieces = []
-    for part in text.split(CALL)[1:]:
-        if (named := NAMED.match(part)) is None:
-            continue
-        arguments, closed, rest = part[named.end() :].partition(CALLED)
+    heads = [*CALL_HEAD.finditer(text)]
+    for head, following in zip_longest(heads, heads[1:]):
+        part = text[head.end() : following.start() if following is not None else None]
+        name = head["name"] or head["first"]
+        arguments, closed, rest = without_beginning(part, CALLED).partition(CALLED)
         if closed and not arguments:
             arguments = "{}"
         end = end_of(arguments)
         if end is None:
-            pieces.append(ToolCall(named[1], arguments, False))
+            pieces.append(ToolCall(name, arguments, False))
         else:
-            pieces += [ToolCall(named[1], arguments[:end]), arguments[end:]]
-        pieces.append(rest.strip().removeprefix("<|start|>assistant"))
+            pieces += [ToolCall(name, arguments[:end]), arguments[end:]]
+        pieces.append(between(rest, HEADS, (ASSISTANT, *HEADS)))
     return pieces

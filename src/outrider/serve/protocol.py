@@ -57,12 +57,15 @@ UNSUPPORTED = {  # fields of OpenAI's, vLLM's and llama.cpp's servers that are r
     "ec_transfer_params": "models take and make text",
 }
 # those that clients send without a content
-EMPTY = {"functions", "kv_transfer_params", "ec_transfer_params", "logits_processors", "media_io_kwargs", "mm_processor_kwargs",
-         "vllm_xargs"}  # fmt: skip
+EMPTY = {"functions", "kv_transfer_params", "ec_transfer_params", "logits_processors", "media_io_kwargs",
+         "mm_processor_kwargs", "vllm_xargs"}  # fmt: skip
 OFF = {"enable_response_messages"}  # those that clients send as false
 # fields of which one value is accepted, that which changes nothing -> what to do instead of another one
-CURES = {"use_beam_search": BEAMS, "length_penalty": BEAMS, "early_stopping": BEAMS,
-         "watermarking": "texts have no watermark", "routed_experts_prompt_start": "leave it out"}  # fmt: skip
+CURES = {
+    **dict.fromkeys(("use_beam_search", "length_penalty", "early_stopping"), BEAMS),
+    "watermarking": "texts have no watermark",
+    "routed_experts_prompt_start": "leave it out",
+}
 
 
 class Body(BaseModel):
@@ -106,7 +109,7 @@ class ErrorBody(Body):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool | None = None  # None: if continuous_usage_stats is given
     continuous_usage_stats: bool = False  # vLLM's
     include_obfuscation: bool | None = None
 

@@ -14,7 +14,7 @@ from outrider.outputs import CompletionOutput, RequestOutput
 from outrider.progress import Request
 from outrider.serve.answers import ids_of, now
 from outrider.serve.chat import Reply, of_effort, reply_for
-from outrider.serve.errors import ApiError, api_error
+from outrider.serve.errors import ApiError, aborted, api_error
 from outrider.serve.items import chat_tools, messages_of
 from outrider.serve.logprobs import MessageLogprobs
 from outrider.serve.output_items import OutputItems
@@ -156,11 +156,11 @@ class Responses:
         """Events for what is new in the text."""
         parsed = self.reply.read(sample.text, sample.finish_reason)
         logprobs = self.logprobs.of(sample, parsed) if self.logprobs is not None else ()
-        return self.items.grow(parsed, _status(sample), logprobs)
+        return self.items.grow(parsed, status_of(sample), logprobs)
 
     async def _ended(self, output: RequestOutput) -> dict[str, Any]:
         """The response of a text that has ended, and whose items are complete."""
-        made = self._head(_status(output.outputs[0]) or "completed")
+        made = self._head(status_of(output.outputs[0]) or "completed")
         made["output"] = self.items.items
         if made["status"] == "incomplete":
             made["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -208,8 +208,10 @@ class Responses:
         }
 
 
-def _status(sample: CompletionOutput) -> str | None:
-    """Status of the response; None before the text has ended."""
+def status_of(sample: CompletionOutput) -> str | None:
+    """Status of the response; None before the text has ended.  Raises ApiError for one that was aborted."""
+    if sample.finish_reason == "abort":
+        raise aborted()
     if sample.finish_reason is None:
         return None
     return "incomplete" if sample.finish_reason == "length" else "completed"

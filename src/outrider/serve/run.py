@@ -160,7 +160,7 @@ class Process(uvicorn.Server):
     failure: Exception | None = None
 
     def __init__(self, app: ASGIApp, server: Ending, path: str = "") -> None:
-        """path: of a Unix socket to listen on, instead of what the options say."""
+        """path: of a Unix socket to listen on, instead of the address of the options."""
         self.server, options = server, server.options
         config = uvicorn.Config(
             app,

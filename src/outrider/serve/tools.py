@@ -17,7 +17,7 @@ from outrider.serve.formats.tags import (
     STEP3,
     STEP3_MARKERS,
 )
-from outrider.serve.harmony import CALL, FINAL, read_calls
+from outrider.serve.harmony import BARE_CALL, CALL, FINAL, RECIPIENT_FIRST, read_calls
 from outrider.serve.ids import derived
 from outrider.serve.tool_calls import STRICT, Pieces, ToolParser, Tools, calls_in
 
@@ -51,7 +51,7 @@ def _mistral_id(name: str, number: int, own: str) -> str:
 # [TOOL_CALLS][{"name": …, "arguments": {…}}], or [TOOL_CALLS]name[ARGS]{…}, several times
 MISTRAL_READER = Objects(
     re.compile(
-        r"\[TOOL_CALLS\](?:\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)"
+        r"\[TOOL_CALLS\](?:\s*(?P<name>[\w.-]+)\s*+(?:\[CALL_ID\]\s*(?P<id>\w+)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)"
         r"|(?=\s*[\[{]))"
     ),
     ("[TOOL_CALLS]",),
@@ -100,7 +100,7 @@ PARSERS: dict[str, ToolParser] = {
     **dict.fromkeys(("qwen3_coder", "qwen3_xml", "mimo", "nemotron_v3", "step3p5"), XML),
     "granite": ToolParser((GRANITE, TOOL_CALL), behind(GRANITE, TOOL_CALL, closings=("</tool_call>",))),
     "granite-20b-fc": ToolParser(("<function_call>",), behind("<function_call>")),
-    "openai": ToolParser((CALL,), read_calls),
+    "openai": ToolParser((CALL, RECIPIENT_FIRST), read_calls, BARE_CALL),
     **dict.fromkeys(("deepseek_v3", "deepseek_v31"), DEEPSEEK),
     "deepseek_v32": ToolParser(DEEPSEEK_V32.openings, DEEPSEEK_V32),
     "deepseek_v4": ToolParser(DEEPSEEK_V4.openings, DEEPSEEK_V4),
@@ -136,7 +136,7 @@ PARSERS: dict[str, ToolParser] = {
     "nemotron_json": ToolParser(("<TOOLCALL>",), behind("<TOOLCALL>", closings=("</TOOLCALL>",))),
 }
 # texts that are all in the chat template of a format -> its name; the first entry that fits counts
-IN_TEMPLATES = (
+IN_TEMPLATES: tuple[tuple[tuple[str, ...], str], ...] = (
     ((FINAL,), "openai"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<seed:tool_call>",), "seed_oss"),

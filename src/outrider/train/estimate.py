@@ -69,8 +69,15 @@ def estimate(llm: LLM, name: str, options: TrainOptions, report: Report) -> Esti
     again = max(0.0, 1 - limit / size)  # share of the features that every step computes
     spent["features"] *= 1 - again
     spent["features"] += again * trainer.seconds["features"] / STEPS * steps
-    weights = parameter_count(method.network)
-    return Estimate(len(items), tokens, steps, weights, head, size, spent)
+    return Estimate(
+        texts=len(items),
+        tokens=tokens,
+        steps=steps,
+        weights=parameter_count(method.network),
+        head=head,
+        features=size,
+        seconds=spent,
+    )
 
 
 def _answers(llm: LLM, items: Sequence[data.Item], options: TrainOptions) -> list[answers.Text]:

@@ -29,7 +29,7 @@ class Rejection(Rule):
         node: int | None = ROOT
         while node is not None:
             at, p = node, target.p(node, emitted)
-            node, p = self._among(children.get(at, ()), tree, p, target)
+            node, p = among(children.get(at, ()), tree, p, target)
             if node is None:
                 emitted.append(target.draw(at, p))
             else:
@@ -37,21 +37,22 @@ class Rejection(Rule):
                 emitted.append(tree.tokens[node])
         return accepted, emitted
 
-    def _among(
-        self, siblings: Iterable[int], tree: DraftTree, p: Tensor, target: RowPicker
-    ) -> tuple[int | None, Tensor]:
-        """The accepted sibling, or None and the distribution of the token to emit instead."""
-        left: dict[int, Tensor] = {}  # index of q -> q without the siblings drawn from it
-        for node in siblings:
-            token, distribution = tree.tokens[node], q_of(tree, node)
-            if distribution is None:
-                if target.accept(node, float(p[token])):
-                    return node, p
-                p = without(p, token)
-                continue
-            q = left.get(tree.probs_of[node], distribution)
-            if target.accept(node, float(p[token] / q[token])):
+
+def among(
+    siblings: Iterable[int], tree: DraftTree, p: Tensor, target: RowPicker
+) -> tuple[int | None, Tensor]:
+    """The accepted sibling, or None and the distribution of the token to emit instead."""
+    left: dict[int, Tensor] = {}  # index of q -> q without the siblings drawn from it
+    for node in siblings:
+        token, distribution = tree.tokens[node], q_of(tree, node)
+        if distribution is None:
+            if target.accept(node, float(p[token])):
                 return node, p
-            p, _ = residual(p, q)
-            left[tree.probs_of[node]] = q if tree.repeats else without(q, token)
-        return None, p
+            p = without(p, token)
+            continue
+        q = left.get(tree.probs_of[node], distribution)
+        if target.accept(node, float(p[token] / q[token])):
+            return node, p
+        p, _ = residual(p, q)
+        left[tree.probs_of[node]] = q if tree.repeats else without(q, token)
+    return None, p

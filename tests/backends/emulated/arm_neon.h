@@ -7,7 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifndef EMULATED /* calls, -DEMULATED="static", compile faster */
 #define EMULATED static inline __attribute__((always_inline))
+#endif
 
 typedef float float32x4_t __attribute__((vector_size(16)));
 typedef int32_t int32x4_t __attribute__((vector_size(16)));

@@ -70,6 +70,23 @@ def test_a_system_prompt_has_blocks_without_what_is_new_in_every_request() -> No
         assert isinstance(blocks_of({"system": odd, "messages": [{}]}), list)
 
 
+def test_marks_of_a_cache_that_move_between_turns_change_no_block() -> None:
+    """Clients of Anthropic's API mark the last block of a conversation, which is another one in each turn."""
+
+    def turn(role: str, text: str, marked: bool) -> dict[str, Any]:
+        mark = {"cache_control": {"type": "ephemeral"}} if marked else {}
+        result = {"type": "tool_result", "content": [{"type": "text", "text": text, **mark}]}
+        return {"role": role, "content": [result, {"type": "text", "text": text, **mark}]}
+
+    words = ["a b c " * 60, "d e f " * 60, "g h i " * 60]
+    tools = [{"name": "f", "cache_control": {"type": "ephemeral"}}]
+    first = {"tools": tools, "messages": [turn("user", words[0], True)]}
+    later = [turn("assistant", words[1], False), turn("user", words[2], True)]
+    second = {"tools": [{"name": "f"}], "messages": [turn("user", words[0], False), *later]}
+    keys = blocks_of(first)
+    assert len(keys) > 8 and blocks_of(second)[: len(keys)] == keys
+
+
 def test_prompts_of_text_and_of_tokens_have_blocks() -> None:
     text = "a" * (3 * BLOCK_CHARACTERS + 5)
     assert len(blocks_of({"prompt": text})) == 3

@@ -16,7 +16,7 @@ from outrider.cache.pool import Pool
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule, hidden_of
 
-LINEARS = ("qkv", "o", "gate_up", "down", "query_gate")
+LINEARS = ("qkv", "o", "gate_up", "down", "query_gate", "shared_gate")
 ROWS = STRUCTS["Rows"]
 SIZES = ("hidden", "inner", "heads", "kv_heads", "head_dim", "eps")
 VECTORS = ("norm_in", "norm_post", "q_norm", "k_norm", "norm_attended", "norm_mlp", "sinks")
@@ -60,9 +60,10 @@ def attach_deltas(packed: Any, layers: Sequence[DecoderLayer]) -> list[Any]:
 
 def expert_sizes(layers: Sequence[DecoderLayer]) -> dict[str, float]:
     """The fields of `ModelShape` about experts, which all layers with experts agree in."""
-    for experts in (layer.experts for layer in layers):
-        if experts is not None:
+    for layer in layers:
+        if (experts := layer.experts) is not None:
             return {
+                "shared_inner": 0 if layer.shared_gate is None else layer.down.inputs,
                 "experts": len(experts.down),
                 "chosen_experts": experts.chosen,
                 "expert_inner": experts.down[0].inputs,

@@ -236,7 +236,13 @@ class TorchBackend:
                 seen = self.rms_norm(x, block.norm_post, block.eps) if given is None else given
                 if block.experts is not None:
                     x = self.add_mixture(x, seen, block.experts)
-                else:
+                if block.shared_gate is not None:
+                    inner, share = (
+                        self.silu_mul(linear("gate_up", seen)),
+                        self.linear(seen, block.shared_gate),
+                    )
+                    x = linear("down", inner * self.recurrence.sigmoid(share).to(inner), add=x)
+                elif block.experts is None:
                     act = self.gelu_mul if block.gelu else self.silu_mul
                     x = self._add(x, linear, "down", act(linear("gate_up", seen)), block.norm_mlp)
         return x

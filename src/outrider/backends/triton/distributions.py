@@ -41,7 +41,7 @@ class Targets(NamedTuple):
     links:   int64 [M, LINKS]: token, parent, address of q or 0 for a chosen token, first child, next sibling,
              and the sibling before it that was sampled from the same q without replacement; -1 for none
     records: float64 [M, RECORD], scratch: factors of p and q and the mass that is left when a rejected node
-             has taken its q from p; acceptance probability and total of a node while its children are verified
+             has taken its q from p; acceptance probability and total of a node while a child is verified
     stride:  of the logits
     """
 

@@ -94,10 +94,9 @@ class TritonFusedModel:
 
     def extends(self, chains: Chains) -> bool:
         """Not chains that are read after every token, or samples whose distributions are for the host."""
-        device = self.backend.device
+        device, rule = self.backend.device, chains.stop_rule
         if any(chain.probs is not None and chain.probs.device != device for chain in chains.chains):
             return False
-        rule = chains.stop_rule
         if rule is None:
             return True
         return not rule.judges and not any(chain.floor or chain.joint_floor for chain in chains.chains)

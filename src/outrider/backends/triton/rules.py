@@ -1,7 +1,8 @@
 """Verification of draft trees by the rules that compare p with q, on the device: one program walks each tree.
 
 `verify/` is the reference, and draws from the same random streams.  So the answers are its own, unless a
-probability is within rounding of its uniform.
+probability is within rounding of its uniform, or p equals q up to rounding: then acceptance probabilities of
+block and traversal verification are quotients of rounding errors.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ WALKS = {"rejection": _rejection, "block": _block, "traversal": _traversal}
 
 
 class RuleQueries(Asked):
-    """Trees for one of `WALKS`, which writes at the row of a root what `_answer` says.
+    """Trees for one of `WALKS`, whose answers have the form of `_answer`.
 
     probs: the distributions of sampled nodes on the device, which kernels read by address
     """

@@ -20,6 +20,7 @@ from typing import ClassVar
 from outrider.draft.draft_model.drafter import ModelDrafter
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.retokenize import Retokenized
+from outrider.draft.draft_model.retrieval import RetrievalDrafter
 from outrider.drafting.base import DEPTHS, Drafter, Target
 from outrider.drafting.view import SELF
 
@@ -30,7 +31,10 @@ class DraftModel(ModelDrafter):
 
     @classmethod
     def create(cls, options: DraftModelOptions, target: Target) -> Drafter:
-        """A drafter in the draft model's own tokens if `vocab_mismatch` is "retokenize"."""
+        """A drafter in the draft model's own tokens if `vocab_mismatch` is "retokenize", or one that chooses
+        pages."""
         if options.vocab_mismatch == "retokenize" and options.model != SELF:
             return Retokenized(options, target)
+        if options.draft_kv_policy == "retrieval":
+            return RetrievalDrafter(options, target)
         return cls(options, target)

@@ -23,6 +23,7 @@ from outrider.core.step import Batch, Commit, RowStep
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import StopRule
 from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
+from outrider.draft.draft_model.chain_states import ChainStates
 from outrider.draft.draft_model.first import FirstForward, Part
 from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
 from outrider.draft.draft_model.loading import default_draft, load_draft, refuse_states
@@ -58,8 +59,9 @@ class ModelDrafter(Drafter):
         super().__init__(options, target)
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
-        self.catch_up = TokenCatchUp()
+        self.catch_up, self.windows = TokenCatchUp(), dict[Row, Window]()  # windows: those of single rows
         self.waiting: set[Row] = set()  # rows that the last forward had too little room for
+        self.states: ChainStates | None = None
         if self.itself:
             self.decoder, self.sampler = refuse_states(target.decoder), target.sampler
             self.vocabulary, self.context = target.vocabulary, target.max_len
@@ -86,6 +88,7 @@ class ModelDrafter(Drafter):
         self.context = min(checkpoint.spec.context, self.max_expansion * target.max_len)
         self.vocabulary = min(checkpoint.spec.vocabulary, target.vocabulary)
         self.decoder = model = self._loaded(checkpoint, options.quantization)
+        self.states = ChainStates.of(model, options)
         if options.vocab_mismatch == "intersect":
             self.decoder = TranslatedModel(model, shared_tokens(checkpoint, target.checkpoint))
             self.vocabulary = target.vocabulary
@@ -108,6 +111,9 @@ class ModelDrafter(Drafter):
 
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return Counter() if self.itself else self.decoder.footprint
+
+    def state_bytes(self, device: torch.device) -> Counter[torch.device]:
+        return Counter() if self.states is None else self.states.row_bytes
 
     def allocate(self, slots: int, pool: Pool) -> Storage:
         self.pool = pool if self.itself else self.decoder.pool(slots)
@@ -136,8 +142,7 @@ class ModelDrafter(Drafter):
         first = FirstForward(StepInput(self.window.sink))
         tokens_left = self.target.max_num_batched_tokens
         self.waiting.clear()
-        parts.sort(key=attrgetter("missing"))
-        for part in parts:
+        for part in sorted(parts, key=attrgetter("missing")):
             row, count = part.row, min(part.missing, tokens_left)
             tokens_left -= count
             if count < part.missing:
@@ -147,9 +152,12 @@ class ModelDrafter(Drafter):
             reached = part.done + count
             tokens = self.in_vocabulary(row.tokens[part.done : reached])
             adapter, nodes = row.adapter if self.itself else None, part.budget.nodes
-            view = self.window.read(first.step_input, row.slots, part.done, tokens, nodes, adapter)
+            read = self.windows.get(row, self.window).read
+            view = read(first.step_input, row.slots, part.done, tokens, nodes, adapter)
             if part.cursor is not None:
                 first.reached.append((part.cursor, reached))
+            if self.states is not None:
+                self.states.read(first.step_input, row, nodes > 0 and count == part.missing)
             if nodes and count == part.missing:
                 part.at, part.view = first.step_input.length - 1, view
                 first.starts.append(part)
@@ -174,7 +182,8 @@ class ModelDrafter(Drafter):
             if self.itself:  # it has nothing to catch up with, so it skips prompts
                 cursor, done, reads = None, start, step.decodes and budget.nodes > 0
             else:
-                cursor = self.catch_up.cursor(row, start)
+                # cached pages have no states of this model, so that it computes them again
+                cursor = self.catch_up.cursor(row, start if self.states is None else 0)
                 done, reads = min(cursor.filled, start), budget.nodes > 0 or self._reads_prompt(step)
             if reads and end <= self.context:
                 parts.append(Part(row, r, done, end - done, budget, cursor))
@@ -197,14 +206,19 @@ class ModelDrafter(Drafter):
         if not first.starts:
             self.decoder.forward(first.step_input.build(), self.pool)
             return {}
-        chained = self.grower is None and self.options.siblings == 1 and self._fuses(first.starts)
+        chained = self.grower is None and self.options.siblings == 1 and self.fuses(first.starts)
         return self._chains(first) if chained else self._trees(first)
 
-    def _fuses(self, chains: Sequence[Part | Tree]) -> bool:
-        """Whether the backend drafts these chains: nothing has to be applied between forwards."""
+    def fuses(self, chains: Sequence[Part | Tree]) -> bool:
+        """Whether the backend drafts these chains: nothing has to be applied or kept between forwards."""
         for chain in chains:
             row = chain.row
-            if chain.view.adapter or row.processors or (self.stop.active and self.samples(row)):
+            if (
+                self.states
+                or chain.view.adapter
+                or row.processors
+                or (self.stop.active and self.samples(row))
+            ):
                 return False
         return self.decoder.fuses_chains
 
@@ -231,31 +245,13 @@ class ModelDrafter(Drafter):
         where = start.at, budget.depth, row.distribution, row.stream
         return Chain(*where, probs=probs, first_node=first_node, joint_floor=budget.floor)
 
-    def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool:
-        """Complete chains in one call of the backend.  Returns False, without effect, where it cannot.
-
-        tips: each chain, and the row of the forward that it continues from.
-        """
-        sampled = any(self.samples(tree.row) for tree, _ in tips)
-        if sampled or self.stop.active or not self._fuses([tree for tree, _ in tips]):
-            return False
-        chains = []
-        for tree, at in tips:
-            row, depth = tree.row, tree.budget.depth - len(tree.tokens)
-            chains.append(Chain(at, depth, row.distribution, row.stream))
-        found, _ = self.decoder.draft_chain(step_input.build(), self.pool, Chains(chains, self.vocabulary))
-        for (tree, _), tokens in zip(tips, found):
-            for token in tokens:
-                tree.choose([(tree.frontier[0], token, RANK_CONFIDENCE[0])])
-        return True
-
     def _trees(self, first: FirstForward) -> Mapping[int, DraftTree]:
         """Draft with one forward for each depth, or those of the `grower`."""
-        siblings, repeats = self.options.siblings, self.options.sibling_draws == "independent"
+        siblings, draws = self.options.siblings, self.options.sibling_draws
         trees: dict[int, Tree] = {}
         for start in first.starts:
-            level = {"view": start.view, "repeats": repeats, "stream_id": self.target.stream_id}
-            trees[start.r] = Tree(start.row, start.end, start.budget, siblings, **level)
+            level = {"view": start.view, "stream_id": self.target.stream_id}
+            trees[start.r] = Tree(start.row, start.end, start.budget, siblings, draws, **level)
         tips = [(tree, start.at) for tree, start in zip(trees.values(), first.starts)]
         grow = self._grow if self.grower is None else self.grower.grow
         grow(first.step_input, tips)
@@ -278,6 +274,8 @@ class ModelDrafter(Drafter):
                 if tree.growing:
                     first = step_input.length
                     tree.add_to(step_input)
+                    if self.states is not None:
+                        self.states.grow(step_input, tree.row)
                     still_growing.append((tree, [(node, first + i) for i, node in enumerate(tree.frontier)]))
             growing, rows = still_growing, range(step_input.length)
 
@@ -336,6 +334,8 @@ class ModelDrafter(Drafter):
     def forget(self, row: Row, reason: str) -> None:
         self.catch_up.forget(row)
         self.waiting.discard(row)
+        if self.states is not None:
+            self.states.forget(row)
         self.stop.forget(row)
         if self.staged is not None:
             self.staged.forget(row, reason)

@@ -35,17 +35,17 @@ def load_draft(
     if (ranks := options.draft_tensor_parallel_size) > 1:
         return parallel.load_beside(target, ranks, checkpoint, precision, context, options.revision)
     layers = place(checkpoint.spec.layers, device, options.draft_gpu_layers, "draft_gpu_layers")
-    return refuse_states(models.load(checkpoint, precision, device, context, layers))
+    return models.load(checkpoint, precision, device, context, layers)
 
 
 def refuse_states(model: Model) -> Model:
-    """The model.  Raises ConfigError for one with recurrent layers.
+    """The target as its own draft.  Raises ConfigError for one with recurrent layers.
 
-    A state is that after all tokens, and a draft model computes the nodes of a tree in several forwards.
+    Its states are those after all known tokens, and it would draft in several forwards.
     """
     if model.state_bytes(0):
         raise ConfigError(
-            f"{model.spec.architecture} has recurrent layers, and cannot be a draft model: give one with "
-            "attention in every layer, or a method without a draft model."
+            f"{model.spec.architecture} has recurrent layers, and cannot be its own draft model: give "
+            "another one, or a method without a draft model."
         )
     return model

@@ -26,7 +26,8 @@ class DraftModelOptions(stop.Options):
     draft_dtype: "auto", or as the engine's dtype.
     quantization: of the draft's weights, int8 or int4; the target's is an engine option.
     siblings: candidates at each depth; 1 drafts a chain.
-    sibling_draws: siblings sampled "without" replacement or "independent", if the verification rule needs q.
+    sibling_draws: siblings sampled "without" replacement or "independent", or "greedy": the likeliest ones
+        and one sample of the others; if the verification rule needs q.
     vocab_mismatch: what to do if the vocabularies differ: "refuse"; "intersect": draft among the tokens that
         both have, under any ids; "retokenize": draft text and tokenize it again; "allow": draft among
         the ids that both have.
@@ -37,6 +38,9 @@ class DraftModelOptions(stop.Options):
     draft_tensor_parallel_size: 1: on rank 0; the target's tensor_parallel_size: divided like the target.
     draft_kv_budget: tokens of a request that the draft sees: the first draft_kv_sink and the most recent.
         None: all.
+    draft_kv_policy: "recent"; "retrieval": half of the budget for pages that the target's queries prefer, if
+        the target is its own draft (retrieval.py).
+    draft_kv_refresh: steps after which these pages are chosen again.
     drafter: the speculative_config of a cheaper drafter that drafts for the draft model (staged.py).
     parallel_drafting: draft all tokens in one forward, with a PARD model (one_pass.py); None: if there is a
         mask token.
@@ -47,7 +51,7 @@ class DraftModelOptions(stop.Options):
     draft_dtype: str = "auto"
     quantization: Quantization | None = None
     siblings: Annotated[int, whole(1, 64)] = 1
-    sibling_draws: Annotated[str, one_of("without", "independent")] = "without"
+    sibling_draws: Annotated[str, one_of("without", "independent", "greedy")] = "without"
     vocab_mismatch: Annotated[str, one_of(*MISMATCH)] = "refuse"
     target_lookbehind: Count = 10
     assistant_lookbehind: Count = 10
@@ -57,6 +61,8 @@ class DraftModelOptions(stop.Options):
     draft_gpu_layers: Natural | None = None
     draft_kv_budget: int | None = None
     draft_kv_sink: Natural = 4
+    draft_kv_policy: Annotated[str, one_of("recent", "retrieval")] = "recent"
+    draft_kv_refresh: Count = 8
     drafter: Annotated[Mapping[str, Any], DRAFTER] | None = None
     parallel_drafting: Flag | None = None
     mask_token_id: Natural | None = None
@@ -66,7 +72,11 @@ class DraftModelOptions(stop.Options):
         lookbehind = ("target_lookbehind", "assistant_lookbehind")
         refuse_idle(self, self.siblings > 1, "siblings > 1", "sibling_draws")
         refuse_idle(self, self.parallel_drafting is not False, "parallel_drafting", "mask_token_id")
-        refuse_idle(self, self.draft_kv_budget is not None, "draft_kv_budget", "draft_kv_sink")
+        refuse_idle(
+            self, self.draft_kv_budget is not None, "draft_kv_budget", "draft_kv_sink", "draft_kv_policy"
+        )
+        retrieves = self.draft_kv_policy == "retrieval"
+        refuse_idle(self, retrieves, 'draft_kv_policy "retrieval"', "draft_kv_refresh")
         refuse_idle(self, self.vocab_mismatch == "retokenize", 'vocab_mismatch "retokenize"', *lookbehind)
         check_mismatch(self.vocab_mismatch, self.siblings, self.stops or self.drafter is not None)
         view.check(self)

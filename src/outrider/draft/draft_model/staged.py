@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from outrider import draft
+from outrider.backends.base import Chain, Chains
 from outrider.cache.pool import Pool
 from outrider.control import fixed
 from outrider.core.row import Row
@@ -27,6 +28,8 @@ from outrider.core.step_input import StepInput
 from outrider.core.tree import EMPTY_TREE, ROOT, Budget, DraftTree
 from outrider.core.validate import made_of
 from outrider.drafting.base import Target, TextDrafter
+from outrider.drafting.stop import Stop
+from outrider.drafting.trees.builder import RANK_CONFIDENCE
 from outrider.drafting.trees.sampled import Tree
 from outrider.drafting.view import Window
 from outrider.errors import ConfigError
@@ -60,9 +63,12 @@ class StagedHost(Protocol):
     pool: Pool
     sampler: Sampler
     window: Window
+    decoder: Any
+    stop: Stop
 
+    def samples(self, row: Row) -> bool: ...
+    def fuses(self, chains: Sequence[Tree]) -> bool: ...
     def logits_after(self, step_input: StepInput, rows: Sequence[int]) -> Tensor: ...
-    def finish_chains(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool: ...
     def extend(self, tree: Tree, frontier: list[tuple[int, int]], logits: Tensor) -> None: ...
 
 
@@ -96,7 +102,7 @@ class Staged:
         while tips:
             stages, rows = self._stages(step_input, tips)
             drafted = any(stage.draft_tree.tokens for stage in stages)
-            if not drafted and not self.drafter.needs.topk and self.host.finish_chains(step_input, tips):
+            if not drafted and not self.drafter.needs.topk and self._finish(step_input, tips):
                 self.forwards += max(len(stage.tree.tokens) - stage.length for stage in stages)
                 return
             logits = self.host.logits_after(step_input, rows)
@@ -109,6 +115,21 @@ class Staged:
                 if stage.tree.growing:
                     stage.tree.add_to(step_input)
                     tips.append((stage.tree, step_input.length - 1))
+
+    def _finish(self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]) -> bool:
+        """Complete chains in one call of the backend.  Returns False, without effect, where it cannot."""
+        host, chains = self.host, list[Chain]()
+        sampled = any(host.samples(tree.row) for tree, _ in tips)
+        if sampled or host.stop.active or not host.fuses([tree for tree, _ in tips]):
+            return False
+        for tree, at in tips:
+            row, depth = tree.row, tree.budget.depth - len(tree.tokens)
+            chains.append(Chain(at, depth, row.distribution, row.stream))
+        found, _ = host.decoder.draft_chain(step_input.build(), host.pool, Chains(chains, host.vocabulary))
+        for (tree, _), tokens in zip(tips, found):
+            for token in tokens:
+                tree.choose([(tree.frontier[0], token, RANK_CONFIDENCE[0])])
+        return True
 
     def _stages(
         self, step_input: StepInput, tips: Sequence[tuple[Tree, int]]
@@ -184,7 +205,10 @@ class Staged:
             step.accepted, step.emitted = path, stage.tree.tokens[: len(path) + 1]
             if k := self.drafter.needs.topk:
                 nodes = range(stage.first_row, stage.first_row + len(stage.draft_tree.tokens))
-                step.topk = self.host.sampler.best(logits[[stage.row, *nodes]], k)
+                own = logits[[stage.row, *nodes]]
+                step.topk = self.host.sampler.best(own, k)
+                if self.drafter.needs.logits:
+                    step.top_logits = self.host.sampler.logits_of(own, step.topk)
             batch.append(step)
         self.drafter.observe(Commit(batch))
 

@@ -128,6 +128,9 @@ class Union(Drafter):
     def footprint(self, device: torch.device) -> Counter[torch.device]:
         return sum((drafter.footprint(device) for drafter in self.drafters), Counter())
 
+    def state_bytes(self, device: torch.device) -> Counter[torch.device]:
+        return sum((drafter.state_bytes(device) for drafter in self.drafters), Counter())
+
     def allocate(self, slots: int, pool: Pool) -> Storage:
         pools, caches = list[Pool](), list[Cache]()
         for drafter in self.drafters:
@@ -248,4 +251,5 @@ def part(step: RowStep, tree: DraftTree, verified: Mapping[int, int], topk: int)
         accepted=[own_number[node] for node in step.accepted if node in own_number],
         emitted=step.emitted,
         topk=[step.topk[1 + node][:topk] for node in nodes],
+        top_logits=[step.top_logits[1 + node][:topk] for node in nodes] if step.top_logits else [],
     )

@@ -15,12 +15,18 @@ from outrider.sampling import random_streams
 
 
 class Tree(LevelBuilder):
-    """Draft tree with at most `siblings` nodes at each depth."""
+    """Draft tree with at most `siblings` nodes at each depth.
 
-    def __init__(self, row: Row, base: int, budget: Budget, siblings: int, **level: Any) -> None:
+    draws: how siblings are sampled: "without" replacement; "independent"; "greedy": all but one are the
+    likeliest tokens, and one is sampled from the others (Hu et al. 2025, arXiv 2502.18779).
+    """
+
+    def __init__(
+        self, row: Row, base: int, budget: Budget, siblings: int, draws: str = "without", **level: Any
+    ) -> None:
         """level: as of `LevelBuilder`."""
-        super().__init__(row, base, budget, **level)
-        self.siblings = siblings
+        super().__init__(row, base, budget, repeats=draws == "independent", **level)
+        self.siblings, self.greedy = siblings, draws == "greedy"
 
     def choose(self, children: Iterable[tuple[int, int, float]]) -> None:
         """Add the best of all (parent, token, probability) as the next level, by joint probability."""
@@ -35,8 +41,25 @@ class Tree(LevelBuilder):
         """
         self.frontier = []
         for parent, count in self._shares(list(distributions)).items():
-            distribution = self.add_distribution(distributions[parent])
-            self.frontier += self.add_samples(parent, distribution, count, children)
+            q = distributions[parent]
+            if self.greedy and count > 1:
+                self.frontier += self._add_likeliest(parent, q, count, children)
+            else:
+                self.frontier += self.add_samples(parent, self.add_distribution(q), count, children)
+
+    def _add_likeliest(self, parent: int, q: Tensor, count: int, children: Children) -> list[int]:
+        """Add a sample of q without the likeliest count - 1 tokens, then these.
+
+        The sample comes first, so that it is compared with all of p.  A token after its rejection may be one
+        of the likeliest, and is accepted then.  In the other order p would lose their share before.
+        """
+        probs, tokens = q.topk(min(count - 1, len(q)))
+        rest = q.index_fill(0, tokens, 0.0)
+        added: list[int] = []
+        if (mass := float(rest.sum())) > 0:
+            added = self.add_samples(parent, self.add_distribution(rest / mass), 1, children, [mass])
+        likeliest = zip(tokens.tolist(), probs.tolist())
+        return added + [self.add(parent, token, prob) for token, prob in likeliest if prob > 0]
 
     def add_to(self, step_input: StepInput) -> None:
         if self.siblings > 1:

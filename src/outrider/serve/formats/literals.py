@@ -12,12 +12,14 @@ from outrider.core.reasoning import without_beginning
 
 WORD = re.compile(r"[^\s,()\[\]{}:='\"<>]+")
 SPACE = re.compile(r"\s*")
-ENDS_STRING = re.compile(r"\s*(?:[,)\]}:]|$)")  # what may follow a quote that ends a string
+# what may follow a quote that ends a string, and what does not tell yet whether it does
+ENDS_STRING, UNDECIDED = re.compile(r"\s*(?:[,\]}:]|\)+[ \t]*[,\]}<\n])"), re.compile(r"\s*\)*[ \t]*\Z")
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 CODES = {"x": 2, "u": 4, "U": 8}  # digits of an escaped character
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 DEEPEST = 100
+LONGEST = 10  # characters of an escape; a quote has fewer
 
 
 class Ended(Exception):
@@ -71,16 +73,17 @@ class Literals:
             self._word()
 
     def _quote(self) -> str | None:
+        rest = self.text[self.at : self.at + LONGEST]
         for quote in self.quotes:
             if self.text.startswith(quote, self.at):
                 triple = 3 * quote
                 return triple if len(quote) == 1 and self.text.startswith(triple, self.at) else quote
-            if quote.startswith(self.text[self.at :]):
+            if quote.startswith(rest):
                 raise Ended
         return None
 
     def _string(self, quote: str, kinds: set[str] | None) -> None:
-        if len(quote) == 1 and (3 * quote).startswith(self.text[self.at :]):
+        if len(quote) == 1 and (3 * quote).startswith(self.text[self.at : self.at + LONGEST]):
             raise Ended  # it may become a triple quote
         self.at += len(quote)
         if not self.raw:
@@ -109,12 +112,12 @@ class Literals:
         while True:
             if (found := self.skip(plain_text)) is not None:
                 self.made.append(json.dumps(found[0], ensure_ascii=False)[1:-1])
-            rest = self.text[self.at : self.at + 10]
-            if not rest or quote.startswith(self.text[self.at :]):
+            rest = self.text[self.at : self.at + LONGEST]
+            if quote.startswith(rest):
                 raise Ended  # also at a quote: what follows tells whether it is the end
+            if rest.startswith(quote) and UNDECIDED.match(self.text, self.at + len(quote)):
+                raise Ended
             if rest.startswith(quote) and ENDS_STRING.match(self.text, self.at + len(quote)):
-                if SPACE.fullmatch(self.text, self.at + len(quote)):
-                    raise Ended
                 self.at += len(quote)
                 self.made.append('"')
                 return

@@ -25,7 +25,8 @@ KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: 
 
 
 class Value(NamedTuple):
-    """A parameter.  is_text: what its tag says of it; None: its schema decides.  closed: it is complete."""
+    """A parameter.  is_text: whether its tag calls it one; None: its schema decides.
+    closed: it is complete."""
 
     key: str
     text: str
@@ -37,11 +38,11 @@ class Value(NamedTuple):
 class Tags:
     """Reader of one format.
 
-    head: pattern of a call's beginning, with the group `name`.  If it has a group `outer` that is empty, it is
-    a call only if it names one of the tools: models leave outer tags out sometimes.
+    head: pattern of a call's beginning, with the group `name`.  If it has a group `outer` that is empty, it
+    is a call only if it names one of the tools: models leave outer tags out sometimes.
     begun: pattern of a head that is not complete, or of what is in front of one.
-    parameter: pattern of a parameter up to its value, with the groups `key` and maybe `text`: whether the value
-    is a text ("true") or JSON.  closed: the end of a value.  following: where it ends without that.
+    parameter: pattern of a parameter up to its value, with the groups `key` and maybe `text`: whether the
+    value is a text ("true") or JSON.  closed: the end of a value.  following: where it ends without that.
     end: pattern of a call's end.  openings, closings: markers around calls.
     lines: a line break at the beginning and the end of a value is no part of it.
     """
@@ -194,8 +195,8 @@ def _quoted(outer: str, prefix: str = "", parameter: str = "parameter", end: str
 def _equal(outer: str) -> Tags:
     """Qwen3-Coder's tags: <function=weather><parameter=city>Oslo</parameter></function>"""
     return Tags(
-        re.compile(rf"(?P<outer>{outer}\s*)?<function=(?P<name>[^>\s]+)>"),
-        re.compile(rf"{outer}|<function=[^>\s]*$"),
+        re.compile(rf"(?P<outer>{outer}\s*)?<function=(?P<name>[^<>\s]+)>"),
+        re.compile(rf"{outer}|<function=[^<>\s]*$"),
         re.compile(r"\s*<parameter=(?P<key>[^>\s]+)>"),
         "</parameter>",
         re.compile(r"\s*</function>"),

@@ -12,7 +12,7 @@ from outrider.progress import Request
 from outrider.requests import Reader
 from outrider.serve.answers import ids_of
 from outrider.serve.chat import Chat, chat_of, conversation_of
-from outrider.serve.errors import ApiError, api_error
+from outrider.serve.errors import ApiError, aborted, api_error
 from outrider.serve.messages.blocks import ContentBlocks, content_of
 from outrider.serve.messages.protocol import CountBody, MessagesBody
 from outrider.serve.messages.translation import budget_of, chat_body
@@ -35,7 +35,7 @@ async def message_job(server: Server, body: MessagesBody) -> Messages:
     except ApiError as error:
         rename_fields(error)
         raise
-    return Messages(server, body, ids.shown, [chat.request], chat)
+    return Messages(server, body, ids.shown, chat)
 
 
 def count_of(server: Server, body: CountBody, reader: Reader) -> dict[str, Any]:
@@ -53,12 +53,15 @@ class Messages:
     server: Server
     body: MessagesBody
     id: str
-    requests: list[Request]  # one
     chat: Chat
     blocks: ContentBlocks = field(init=False)
 
     def __post_init__(self) -> None:
-        self.blocks = ContentBlocks(self.requests[0].id)
+        self.blocks = ContentBlocks(self.chat.request.id)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [self.chat.request]
 
     async def response(self) -> dict[str, Any]:
         """The whole message."""
@@ -67,7 +70,7 @@ class Messages:
         parsed = self._parsed(sample)
         usage = await self._usage(output)
         content = content_of(self.blocks.id, parsed)
-        made = {**self._head(usage), "content": content, **self._end(sample, parsed)}
+        made = {**self._head(usage), "content": content, **end_of_turn(sample, parsed)}
         return {**made, **self._speculation(output)}
 
     async def events(self, room: ExitStack) -> AsyncGenerator[str]:
@@ -96,7 +99,7 @@ class Messages:
                     yield "".join(event(each, each["type"]) for each in made)
         assert last is not None, "the engine has yielded the last output"
         (sample,) = last.outputs
-        end = self._end(sample, self._parsed(sample))
+        end = end_of_turn(sample, self._parsed(sample))
         delta = {"type": "message_delta", "delta": end, "usage": await self._usage(last)}
         yield event({**delta, **self._speculation(last)}, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
@@ -124,15 +127,6 @@ class Messages:
             "usage": usage,
         }
 
-    def _end(self, sample: CompletionOutput, parsed: Parsed) -> dict[str, Any]:
-        """The fields that say why a text has ended."""
-        if sample.finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if isinstance(sample.stop_reason, str):
-            return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
-        called = any(call.complete for call in parsed.calls)
-        return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
-
     async def _usage(self, output: RequestOutput) -> dict[str, Any]:
         (sample,) = output.outputs
         thinking = await self.chat.reasoning_tokens(sample)
@@ -141,6 +135,18 @@ class Messages:
 
     def _speculation(self, output: RequestOutput) -> dict[str, Any]:
         return {"speculation": speculation_of([output])} if self.body.return_speculation else {}
+
+
+def end_of_turn(sample: CompletionOutput, parsed: Parsed) -> dict[str, Any]:
+    """The fields that say why a text has ended.  Raises ApiError for one that was aborted."""
+    if sample.finish_reason == "abort":
+        raise aborted()
+    if sample.finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(sample.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": sample.stop_reason}
+    called = any(call.complete for call in parsed.calls)
+    return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
 def _of_input(output: RequestOutput) -> dict[str, int]:

@@ -48,11 +48,23 @@ def blocks_of(body: Mapping[str, Any]) -> list[int]:
     if isinstance(given, list) and given and isinstance(given[0], int):
         units, size = given, BLOCK_TOKENS
     elif isinstance(given, list):
-        units = _system(body.get("system")) + "".join(map(dumps, given))
-    keys = [hash(dumps([body.get(name) for name in BEFORE]))]
+        units = _system(body.get("system")) + "".join(dumps(_unmarked(each)) for each in given)
+    keys = [hash(dumps([_unmarked(body.get(name)) for name in BEFORE]))]
     for start in range(0, len(units) - size + 1, size):
         keys.append(hash((keys[-1], repr(units[start : start + size]))))
     return keys[1:]
+
+
+def _unmarked(given: Any) -> Any:
+    """A message, a part of one, or tools without marks of Anthropic's cache: they move between turns."""
+    if isinstance(given, list):
+        return [_unmarked(each) for each in given]
+    if not isinstance(given, dict) or not (
+        "cache_control" in given or isinstance(given.get("content"), list)
+    ):
+        return given
+    kept = {key: value for key, value in given.items() if key != "cache_control"}
+    return {**kept, "content": _unmarked(kept["content"])} if "content" in kept else kept
 
 
 def _system(given: Any) -> str:

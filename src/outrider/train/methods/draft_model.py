@@ -59,9 +59,9 @@ class DraftModel(Method):
         options, theirs = self.options, self.target.checkpoint.config
         if self.target.decoder.state_bytes(0):
             raise ConfigError(
-                f"{self.target.decoder.spec.architecture} has recurrent layers, and its draft models would "
-                "have some, too, which is not supported: train a head (eagle3, medusa, …), or give a draft "
-                "model of another family."
+                f"{self.target.decoder.spec.architecture} has recurrent layers, and draft models of "
+                "such a family are not trained: train a head (eagle3, medusa, …), or take a draft model that "
+                "exists."
             )
         self.joins = self.target.decoder.device.type != "cpu"  # logits of padded texts take memory
         sizes = {

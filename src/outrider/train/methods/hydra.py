@@ -42,11 +42,11 @@ class Hydra(Method):
         network = Network(
             spec.hidden,
             spec.vocabulary,
-            options.heads,
-            options.layers,
-            self.sizes if options.prefix else None,
-            options.dropout,
-            options.own,
+            heads=options.heads,
+            layers=options.layers,
+            prefix=self.sizes if options.prefix else None,
+            dropout=options.dropout,
+            own=options.own,
         )
         network.start(self.outer)
         return network

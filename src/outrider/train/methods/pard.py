@@ -78,6 +78,8 @@ class Pard(DraftModel):
         checkpoint = Checkpoint.open(name, None, self.target.checkpoint.trust_remote_code)
         if not isinstance(checkpoint.spec, Spec) or checkpoint.gguf is not None:
             raise ConfigError(f"draft: {name!r} is no model of the lean decoder's families in safetensors.")
+        if checkpoint.spec.recurrent is not None:
+            raise ConfigError(f"draft: {name!r} has recurrent layers, and is not trained: give another one.")
         fits(checkpoint, self.target.checkpoint)
         network = new_module(checkpoint.config)
         load_weights(network, checkpoint)

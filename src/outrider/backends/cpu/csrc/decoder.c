@@ -19,8 +19,8 @@ typedef struct {
 static Buffers allocate_buffers(const ModelShape *s, const Layer *layers, const Rows *of_step) {
     const int64_t rows = of_step->num_rows;
     const int64_t qkv = (s->heads + 2 * s->kv_heads) * s->head_dim, attended = s->heads * s->head_dim;
-    const int64_t projected = 2 * s->inner > qkv ? 2 * s->inner : qkv,
-                  inner = s->inner > attended ? s->inner : attended;
+    const int64_t width = s->inner > s->shared_inner ? s->inner : s->shared_inner;
+    const int64_t projected = 2 * width > qkv ? 2 * width : qkv, inner = width > attended ? width : attended;
     Buffers b = {0};
     b.normed = allocate(rows * (2 * s->hidden + projected + s->heads * s->padded_dim + inner) * 4);
     b.added = b.normed + rows * s->hidden;
@@ -103,6 +103,20 @@ static void attention_block(const ModelShape *s, const Layer *layer, const Layer
     project_onto(s, at, &layer->o, LORA_O, layer->norm_attended, b.inner, attended, b, x);
 }
 
+/* x += the expert that all rows share, of `input` [rows,hidden], times its gates. */
+static void add_shared(const ModelShape *s, const Layer *layer, int64_t rows, const float *input, Buffers b,
+                       float *x) {
+    const int64_t inner = s->shared_inner;
+    linear(&layer->gate_up, input, rows, s->hidden, b.projected, 2 * inner, 0);
+    silu_mul(b.projected, rows, inner, b.inner);
+    float *const gates = b.projected, *const shares = gates + rows;
+    linear(&layer->shared_gate, input, rows, s->hidden, gates, 1, 0);
+    sigmoid_rows(&(RowInputs){gates, 1, 1, 1}, rows, shares);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < inner; i++) b.inner[r * inner + i] *= shares[r];
+    linear(&layer->down, b.inner, rows, inner, x, s->hidden, 1);
+}
+
 /* x += MLP of `input` [rows,hidden]; of norm(x) if it is null. */
 static void mlp_block(const ModelShape *s, const Layer *layer, const LayerRows *at, const float *input,
                       Buffers b, float *x) {
@@ -110,6 +124,7 @@ static void mlp_block(const ModelShape *s, const Layer *layer, const LayerRows *
     input = input ? input : b.normed;
     if (layer->experts) {
         mix_experts(s, layer, at->rows->num_rows, input, b.experts, x);
+        if (layer->shared_gate.data) add_shared(s, layer, at->rows->num_rows, input, b, x);
         return;
     }
     project(at, &layer->gate_up, LORA_GATE, 2, input, s->hidden, b.projected, 2 * s->inner, 0);

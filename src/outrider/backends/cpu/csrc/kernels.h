@@ -147,7 +147,7 @@ typedef struct {
 
 typedef struct {
     Weight qkv, o, gate_up, down, router;
-    Weight query_gate;     /* [heads*head_dim,hidden]; without data: none */
+    Weight query_gate, shared_gate; /* [heads*head_dim,hidden], [1,hidden]; without data: none */
     const void *delta;     /* LayerDelta of recurrent.h in place of attention, which has `o` then, or null */
     int64_t place;         /* number of the layer among those with attention, or with a delta rule */
     const Expert *experts; /* [experts] or null: chosen by router [experts,hidden], in place of an MLP */
@@ -155,15 +155,15 @@ typedef struct {
     const float *norm_attended, *norm_mlp; /* of what attention and MLP add to x, or null */
     const float *rotary;                   /* of this layer alone, or null */
     const float *sinks;                    /* [heads], as in ScoreModifier, or null */
-    int64_t window;                                     /* as in Attention */
-    int64_t skip;                                       /* SKIP_ATTENTION, SKIP_MLP, both or 0 */
+    int64_t window, skip; /* as in Attention; SKIP_ATTENTION, SKIP_MLP, both or 0 */
 } Layer;
 
 typedef struct {
     int64_t layers, hidden, inner, heads, kv_heads, head_dim, padded_dim, rotary_dim;
     int64_t kv_kind; /* element type of the KV pool */
     int64_t rounds_inputs; /* of attention, see Attention */
-    int64_t experts, chosen_experts, expert_inner; /* of a layer with experts; chosen_experts: of a row */
+    /* of a layer with experts; chosen_experts: of a row; shared_inner: of a shared expert, or 0 */
+    int64_t experts, chosen_experts, expert_inner, shared_inner;
     int64_t normalizes_experts; /* the weights of a row's experts are divided by their sum */
     int64_t is_gelu;       /* the MLP's gate goes through gelu_mul, not silu_mul */
     float eps, scale, cap; /* cap: soft cap of attention scores, or 0 */

@@ -8,8 +8,8 @@
  * Order: (group of rows, head, slice of lines) items, shared by threads > segments of a group > blocks of
  * lines > rows > four lines.  The lines of a block and the inputs of a segment stay in the first cache.  A
  * row writes its lines over those of the row before, unless these are read again: by another child, or
- * into the slot.  No row reads the slots of copies, so that these are written at once.  Heads of one line (Mamba) are lines of one head instead, with decays, rates and skips of
- * their own.
+ * into the slot.  No row reads the slots of copies, so that these are written at once.  Heads of one line
+ * (Mamba) are lines of one head instead, with decays, rates and skips of their own.
  * Exact: the lines after a row follow from the lines before it by a fixed sequence of operations, wherever
  * they are stored.  Sums run in lanes, in two vectors, then over both, then across the lanes. */
 #include "forest.h"
