@@ -97,7 +97,7 @@ EVERY = {
     "frequency_penalty": 0.1,
     "presence_penalty": -0.7,
     "logit_bias": {2: 5.0, 4: -0.1, 30: 0.3},
-    "allowed_token_ids": [*range(0, 60, 2), 1, 3, 5],
+    "allowed_token_ids": [*range(0, 60, 2), 1, 3, 5, 9],
     "min_tokens": 7,
 }
 BRANCHES = [(-1, 2), (0, 2), (1, 4), (0, 9), (-1, 50), (4, 2)]
