@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ class Target:
         """Maximum size of a tree: the option's value, or the method's published one, or CPU_NODES."""
         return asked or (CPU_NODES if self.on_cpu else published)
 
-    @property
+    @cached_property
     def probs_width(self) -> int:
         """Probabilities of a distribution q; 0 if the rule reads none."""
         return self.vocabulary if self.needs_probs else 0
