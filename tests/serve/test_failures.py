@@ -348,7 +348,7 @@ def test_every_address_of_the_host_is_listened_on(
         hosts = ("192.0.2.1", "127.0.0.1", "127.0.0.2", "127.0.0.1")
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in hosts]
 
-    monkeypatch.setattr("outrider.serve.run.getaddrinfo", found)
+    monkeypatch.setattr("outrider.serve.listening.getaddrinfo", found)
     options = ServerOptions(port=0)
     sockets: Any = Process(make_app(Server(options, "builtin")), Server(options, "builtin"))._listening()
     assert [each.getsockname()[0] for each in sockets] == ["127.0.0.1", "127.0.0.2"]
