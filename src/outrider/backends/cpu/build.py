@@ -53,6 +53,7 @@ SUFFIX = ".dll" if WINDOWS else ".so"
 COMMON = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", f"-DMAX_HEAD_DIM={MAX_HEAD_DIM}")
 SHARED = {True: ("-shared", "-static-libgcc"), False: ("-shared", "-fPIC", "-pthread")}  # Windows, POSIX
 FLAGS = (*COMMON, *SHARED[WINDOWS])
+LINKED = ("-shared", "-static-libgcc")
 # O_BINARY is Windows' own, the others are POSIX's
 READ = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 SLOW = "the torch kernels are used, which are exact but many times slower: %s"
@@ -92,21 +93,17 @@ def build_all(folder: Path, environment: Mapping[str, str]) -> None:
     A set that the compiler does not know is left out.  Raises BuildError without a compiler.
     """
     compiler = find_compiler(environment)
-
-    def build_one(name: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
+    folder.mkdir(parents=True)
+    for name in targets.TARGETS:
         made = recipe_of(name)
         try:
             with tempfile.TemporaryDirectory(prefix="outrider-") as private:
                 library = Path(private, f"kernels{SUFFIX}")
-                run(_command(made, compiler, made.flags, library))
+                _compile(made.sources, compiler, made.flags, library)
                 keep(library.read_bytes(), folder, f"kernels-{made.key}-{compiler.id}")
         except BuildError as error:
             print(f"The C kernels for {name} are left out: {error}")
-
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
-    folder.mkdir(parents=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(build_one, targets.TARGETS))
 
 
 # ---- sources and flags
@@ -143,7 +140,7 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
         # Windows removes no library that is loaded: one that cannot be kept stays among the temporary files
         with tempfile.TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=WINDOWS) as private:
             library = Path(private, f"kernels{SUFFIX}")
-            _compile(made, compiler, library)
+            _compile_for(made, compiler, library)
             log.info("built the C kernels in %.1f s", time.perf_counter() - began)
             if folder is not None:
                 library = _kept_or(library, folder, f"kernels-{made.key}-{compiler.id}")
@@ -152,15 +149,15 @@ def build(made: Recipe, compiler: Compiler, folder: Path | None) -> ctypes.CDLL:
         raise BuildError(f"the library cannot be built or loaded ({error})") from error
 
 
-def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
-    """Compile, without instructions that an older compiler does not know.
+def _compile_for(made: Recipe, compiler: Compiler, library: Path) -> None:
+    """Compile the library, without instructions that an older compiler does not know.
 
     That is slower.  The bits are the same, but without AMX or bfdot those of processors without it.
     """
     flags = list(made.flags)
     while True:
         try:
-            run(_command(made, compiler, flags, library))
+            _compile(made.sources, compiler, flags, library)
             return
         except BuildError:
             newest = next((flag for flag in reversed(flags) if flag.startswith(targets.OPTIONAL_FLAGS)), None)
@@ -170,9 +167,20 @@ def _compile(made: Recipe, compiler: Compiler, library: Path) -> None:
             log.warning("the C kernels are compiled without %s: the compiler does not know it", newest)
 
 
-def _command(made: Recipe, compiler: Compiler, flags: Iterable[str], library: Path) -> list[str]:
+def _compile(sources: Sequence[Path], compiler: Compiler, flags: Iterable[str], library: Path) -> None:
+    """Compile the files, as many at once as there are processors, and link them."""
     own = windows_flags(compiler.command) if WINDOWS else []
-    return [*compiler.command, *flags, *own, *map(str, made.sources), "-o", str(library), "-lm"]
+    start = [*compiler.command, *flags, *own]
+    alone = [flag for flag in start if flag not in LINKED]  # clang warns of them where nothing is linked
+
+    def compiled(source: Path) -> str:
+        part = str(library.with_name(f"{source.stem}.o"))
+        run([*alone, "-c", str(source), "-o", part])
+        return part
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(compiled, sources))
+    run([*start, *parts, "-o", str(library), "-lm"])
 
 
 # ---- the cache
