@@ -205,7 +205,7 @@ def test_every_command_takes_its_files_and_models_by_flag() -> None:
         return {name for parameter in COMMANDS[command].params for name in parameter.opts}
 
     others = {"version", "export", "online show", "online delete"}  # of heads and folders
-    others.add("serve")  # see test_cli_serve.py
+    others |= {"serve", "run-batch"}  # see test_cli_serve.py
     for command in COMMANDS.keys() - others:
         assert "-m" in takes(command), command
     for command in ("generate", "chat", "bench", "verify", "tune disco", "tune search", "estimate", "demo"):
@@ -242,8 +242,8 @@ for words in json.loads(sys.argv[1]):
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    """But for that of `serve`, whose options are the fields of EngineOptions."""
-    helps = [f"{command} --help" for command in COMMANDS if command != "serve"]
+    """But for those of `serve` and `run-batch`, whose options are the fields of EngineOptions."""
+    helps = [f"{command} --help" for command in COMMANDS if command not in ("serve", "run-batch")]
     lines = ["--help", "--version", "version", *helps]
     done = subprocess.run([sys.executable, "-c", HELP, json.dumps(lines)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

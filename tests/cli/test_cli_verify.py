@@ -246,7 +246,7 @@ def test_noise_of_the_wrong_position(
         return self.sampler.pick(self.batch[row].row, (), self.logits, self.at(row, node))
 
     monkeypatch.setattr(ForwardOutput, "pick", pick)
-    monkeypatch.setattr(Runner, "_set_verified", lambda self, batch, queries: None)
+    monkeypatch.setattr(Runner, "_set_verified", lambda self, batch, queries: {})
     result = run(
         "verify", "-m", pair[0], *SHORT, "--speculative-config", config((pair[0], pair[0])), "--json", "-"
     )

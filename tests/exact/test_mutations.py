@@ -286,7 +286,7 @@ def test_a_token_committed_past_the_end(scene: Setup, plain: LLM, monkeypatch: p
 def test_a_prefix_hit_on_the_wrong_page(scene: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index looks at how many pages came before, not at their tokens."""
     broken = scene()
-    monkeypatch.setattr(BlockTable, "key", lambda self, tokens: (len(self.nodes), ()))
+    monkeypatch.setattr(BlockTable, "key_after", lambda self, nodes, tokens: (len(nodes), ()))
     assert max(len(prompt) for prompt in PROMPTS) > PAGE
     broken.differences()
     assert broken.differences() > 0

@@ -38,7 +38,7 @@ CASES: dict[str, tuple[int, Callable[[RandomModels], DraftTree]]] = {
     "chain": (3, sampled(2, 1)),
     "chosen chain": (3, chosen([0, 2], [-1, 0])),
     "without replacement": (4, sampled(1, 2)),
-    "independent": (3, sampled(1, 2, repeats=True)),
+    "independent": (3, sampled(1, 2, "independent")),
     "whole tree": (2, sampled(2, 2)),
     "chosen tree": (3, chosen([0, 2, 1, 1, 0], [-1, -1, 0, 0, 1])),
 }

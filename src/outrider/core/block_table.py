@@ -38,8 +38,7 @@ class BlockTable:
 
     def key(self, tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
         """Key of the next page to be indexed."""
-        at = len(self.nodes) * PAGE
-        return self.nodes[-1] if self.nodes else self.root, tuple(tokens[at : at + PAGE])
+        return self.key_after(self.nodes, tokens)
 
     def key_after(self, nodes: Sequence[int], tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
         """Key of the page after these nodes of the index."""
