@@ -36,10 +36,6 @@ class BlockTable:
     pending: dict[int, int] = field(default_factory=dict)
     latest: int = NO_STATE
 
-    def key(self, tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
-        """Key of the next page to be indexed."""
-        return self.key_after(self.nodes, tokens)
-
     def key_after(self, nodes: Sequence[int], tokens: Sequence[int]) -> tuple[Hashable, tuple[int, ...]]:
         """Key of the page after these nodes of the index."""
         at = len(nodes) * PAGE
