@@ -45,13 +45,13 @@ WAITING = 2  # requests in the engine, for each sample of a batch
 NO_LIMIT = 1 << 40
 
 
-def run_batch(context: typer.Context) -> None:
+def run_batch(context: typer.Context) -> int:
     """Answer the requests in a file: outrider run-batch MODEL -i FILE -o FILE.  --help lists the options."""
     about = """Answer requests in a file, in the form of OpenAI's batches, without a server.
 
     Example:  outrider run-batch builtin -i requests.jsonl -o answers.jsonl
     """
-    run_with_options(context, Command("outrider run-batch", about, begin, MORE, SERVER))
+    return run_with_options(context, Command("outrider run-batch", about, begin, MORE, SERVER))
 
 
 def begin(
