@@ -223,11 +223,11 @@ def test_resume_writes_through_a_link_and_keeps_permissions(run: Run, files: tup
     assert {each.name for each in out.parent.iterdir()} == {asked.name, out.name, "real"}
 
 
-def test_control_c_ends_with_status_130_and_says_how_to_go_on(
+def test_interrupt_ends_with_status_130_and_a_hint(
     run: Run, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, out = files
-    asked.write_text("\n".join(line(str(n), COMPLETIONS, prompt="Once", max_tokens=4) for n in range(40)))
+    asked.write_text("\n".join(line(str(n), COMPLETIONS, prompt="Once", max_tokens=4) for n in range(100)))
     step, calls = Engine.step, []
 
     def interrupted(engine: Engine) -> object:
@@ -239,5 +239,5 @@ def test_control_c_ends_with_status_130_and_says_how_to_go_on(
     monkeypatch.setattr(Engine, "step", interrupted)
     result = run("run-batch", "builtin", "-i", asked, "-o", out, "--max-num-seqs", 2)
     count = len(out.read_text().split("\n")[:-1])
-    assert result.status == 130 and 0 < count < 40
-    assert f"{count} of 40 requests are answered: --resume goes on" in result.err, result.err
+    assert result.status == 130 and 0 < count < 100
+    assert f"{count} of 100 requests are answered: --resume goes on" in result.err, result.err
