@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoints.context import Context
-from outrider.checkpoints.delta_rule import DeltaRule
+from outrider.checkpoints.delta_rule import RECURRENT, DeltaRule
 from outrider.checkpoints.fields import (
     EPSILON,
     HEAD_COUNT,
     LAYER_COUNT,
     LENGTH,
+    SHARE,
     VOCABULARY,
     WIDTH,
     WINDOW,
@@ -69,6 +70,7 @@ LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "mlp",
     "moe",
 }  # fmt: skip
+HYBRID_LAYER_TYPES = {"full_attention", RECURRENT}  # of the model types in HYBRIDS
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
@@ -127,8 +129,11 @@ class Experts:
     shared: int = 0
 
     @staticmethod
-    def of(config: Any, layers: int) -> Experts | None:
-        """None for a model without experts; the keys mean nothing in other families."""
+    def of(config: Any, layers: int, fixed: bool) -> Experts | None:
+        """None for a model without experts; the keys mean nothing in other families.
+
+        fixed: `DecoderVariant.fixed_routing`
+        """
         is_hybrid = config.model_type in HYBRIDS
         key = "num_experts" if is_hybrid else "num_local_experts"
         if config.model_type not in WITH_EXPERTS or not getattr(config, key, None):
@@ -137,10 +142,12 @@ class Experts:
         chosen = _size(config, "num_experts_per_tok", whole(1, count))
         if config.model_type in ("mixtral", "gpt_oss"):
             return Experts(count, chosen, _size(config, "intermediate_size", INNER), True, (True,) * layers)
-        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ()) or ()
-        sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
         inner = _size(config, "moe_intermediate_size", INNER)
         shared = _size(config, "shared_expert_intermediate_size", INNER) if is_hybrid else 0
+        if fixed:
+            return Experts(count, chosen, inner, True, (True,) * layers, shared)
+        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ()) or ()
+        sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
         normalized = bool(getattr(config, "norm_topk_prob", True))
         return Experts(count, chosen, inner, normalized, tuple(sparse), shared)
 
@@ -186,7 +193,8 @@ class Spec(Facts):
             raise ModelError(
                 f"{name} has {facts.layers} layers (num_hidden_layers), and layer_types lists {len(kinds)}."
             )
-        experts = Experts.of(config, facts.layers)
+        variant = DecoderVariant.of(config, kinds)
+        experts = Experts.of(config, facts.layers, variant.fixed_routing)
         return Spec(
             **vars(facts),
             inner=_inner(config, experts),
@@ -196,7 +204,7 @@ class Spec(Facts):
             qk_norm=name in QK_NORMED,
             tied=bool(config.tie_word_embeddings),
             experts=experts,
-            variant=DecoderVariant.of(config, kinds),
+            variant=variant,
             rotated=rotated,
             recurrent=DeltaRule.of(name, config, kinds),
         )
@@ -231,7 +239,9 @@ def _rotated(config: Any, head_dim: int) -> int:
     """`Spec.rotated`.  The key means nothing in other families."""
     if config.model_type not in HYBRIDS:
         return 0
-    rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    SHARE.check(share, f"partial_rotary_factor of {architecture(config)}", ModelError)
+    rotated = int(head_dim * share)
     if rotated < 1:
         raise ModelError(f"partial_rotary_factor of {architecture(config)} leaves no dimension to rotate.")
     return rotated % head_dim
@@ -288,10 +298,16 @@ def refuse(config: Any) -> None:
             f"{name} keeps a recurrent state of a kind that is not supported: Outrider runs hybrids of "
             "attention with gated delta rules, Mamba or short convolutions."
         )
-    if unsupported := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unsupported := kinds - LAYER_TYPES:
         raise ModelError(
             f"{name} has layers of the kind {', '.join(sorted(unsupported))}: Outrider verifies trees in "
             "full, sliding-window and chunked attention and in recurrent layers."
+        )
+    if kind in HYBRIDS and (unsupported := kinds - HYBRID_LAYER_TYPES):
+        raise ModelError(
+            f"{name} has layers of the kind {', '.join(sorted(unsupported))} (layer_types): this family has "
+            f"{' and '.join(sorted(HYBRID_LAYER_TYPES))} only."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(
