@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import answer
+from safetensors.torch import load_file, save_file
 
 from outrider import LLM, SamplingParams
+from outrider.core.params import DistributionParams
 from outrider.draft.stand import LONGEST, RANKS, NgramMemory, Stand
-from outrider.testing import random_prompts, tiny_checkpoint
+from outrider.testing import make_row, random_prompts, tiny_checkpoint
 
 
 def test_the_mean_distribution_after_the_longest_ngram() -> None:
@@ -24,6 +27,46 @@ def test_the_mean_distribution_after_the_longest_ngram() -> None:
     n, probs = memory.find([4, 3])
     assert n == 1 and probs == pytest.approx({6: 1 / 3, 8: 1 / 4, 7: 1 / 4, 9: 1 / 6})
     assert memory.find([4]) == (0, {})
+
+
+def test_logits_far_below_the_largest_are_no_estimates() -> None:
+    """exp(100 - 1000) is 0.0, whose logarithm is none."""
+    for logits in ([1000.0, 100.0], [3.0, -math.inf], [3.0, math.nan]):
+        memory = NgramMemory(100)
+        memory.observe([1, 2], [5, 6], logits)
+        assert memory.find([1, 2]) == (2, {5: 1.0})
+        row = make_row([1, 2], distribution=DistributionParams(0.8))
+        assert Stand._ranked(memory, row, [1, 2], 2) == (2, [5])
+
+
+def test_estimates_that_sink_to_zero_are_dropped() -> None:
+    memory = NgramMemory(100)
+    memory.observe([1], [5, 6], [745.0, 0.0])
+    assert memory.find([1])[1][6] > 0  # the least number, whose half is 0
+    memory.observe([1], [5], [1.0])
+    assert [*memory.find([1])[1]] == [5]
+
+
+def test_nothing_is_observed_without_a_finite_logit() -> None:
+    memory = NgramMemory(100)
+    for logits in ([-math.inf, -math.inf], [math.nan, 1.0]):
+        memory.observe([1], [5, 6], logits)
+    assert all(set(probs) == {6} for _, probs in memory.after.values())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_of_great_range_are_drafted_from(temperature: float, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path)
+    file = next(Path(folder).glob("*.safetensors"))
+    weights = load_file(file)
+    name = "lm_head.weight" if "lm_head.weight" in weights else "model.norm.weight"
+    weights[name] *= 5000
+    save_file(weights, file, metadata={"format": "pt"})
+    llm = LLM(folder, dtype="float32", device="cpu", speculative_config={"method": "stand"})
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=30, ignore_eos=True)
+    prompts: list[Any] = [{"prompt_token_ids": [5, 6, 7, 8] * 2}]
+    drafted = llm.generate(prompts, params)[0].outputs[0].token_ids
+    assert drafted == llm.variant(None).generate(prompts, params)[0].outputs[0].token_ids
 
 
 def test_the_least_recently_observed_ngram_goes_first() -> None:

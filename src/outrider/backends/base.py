@@ -91,7 +91,7 @@ class Chain(NamedTuple):
     """A chain of draft tokens that begins after row `at` of a step.
 
     probs: if given, tokens are sampled.  float64 [levels, width], receives what each was sampled from, 0
-        after the draft's vocabulary.  On the CPU, or on a device whose kernels verify trees by q.
+        after the draft's vocabulary.  On the CPU, or on the draft's device if it verifies trees by q.
     first_node: number of the random stream of the first sampled token
     floor, joint_floor: with a `StopRule`: the chain ends after a token of lower probability, or with which
         the product of its probabilities is lower
@@ -168,7 +168,7 @@ class FusedModel(Protocol):
         """
 
     def extends(self, chains: Chains) -> bool:
-        """Whether `draft_chain` takes these chains."""
+        """Whether `draft_chain` takes these chains; else `Backend.pick_next` extends them, if there is one."""
 
     def draft_chain(self, stack: Any, ends: Any, kv: LayerKV, chains: Chains) -> Chained:
         """Run the blocks over the step, then extend the chains."""

@@ -63,18 +63,24 @@ class NgramMemory:
         return 0, {}
 
     def observe(self, context: Sequence[int], ids: Sequence[int], logits: Sequence[float]) -> None:
-        """Add the target's distribution after a context: its largest logits."""
-        if not ids:
+        """Add the target's distribution after a context: its largest logits.
+
+        Tokens whose logit is not finite, or whose probability is 0 in float64, are left out.
+        """
+        finite = {token: logit for token, logit in zip(ids, logits) if math.isfinite(logit)}
+        if not finite:
             return
-        weights = [math.exp(logit - logits[0]) for logit in logits]
-        total = sum(weights)
+        most = max(finite.values())
+        weights = {token: math.exp(logit - most) for token, logit in finite.items()}
+        total = sum(weights.values())
         for n in range(1, min(LONGEST, len(context)) + 1):
             ngram = tuple(context[-n:])
             seen, known = self.after.pop(ngram, (0, {}))
             mean = {token: p * seen / (seen + 1) for token, p in known.items()}
-            for token, weight in zip(ids, weights):
+            for token, weight in weights.items():
                 mean[token] = mean.get(token, 0.0) + weight / total / (seen + 1)
-            best = sorted(mean, key=lambda token: -mean[token])[:RANKS]
+            known = {token: p for token, p in mean.items() if p > 0}  # its logarithm is taken
+            best = sorted(known, key=lambda token: -known[token])[:RANKS]
             self.after[ngram] = seen + 1, {token: mean[token] for token in best}
             if len(self.after) > self.most:
                 del self.after[next(iter(self.after))]

@@ -39,6 +39,8 @@ class Target:
     methods_of: Callable[[Head], Sequence[str]] = lambda head: ()
     # Whether the verification rule compares p with the distribution q that a draft token was sampled from.
     needs_probs: bool = False
+    # The rule's name in backends, which may have a kernel for it; "" for none.
+    kernel: str = ""
     # Tokens that a drafter's forward computes at most, beside draft tokens.
     max_num_batched_tokens: int = 2048
     # Whether the controller chooses by the confidence of nodes.
@@ -55,12 +57,14 @@ class Target:
         """Probabilities of a distribution q; 0 if the rule reads none."""
         return self.vocabulary if self.needs_probs else 0
 
-    @property
-    def probs_device(self) -> torch.device:
-        """Where distributions q of a device's samples stay: there, if its kernels compare them with p."""
+    def probs_device(self, draft: torch.device) -> torch.device:
+        """Where to keep distributions q that a model on the device `draft` samples from.
+
+        That device, if the target is there and has a kernel of the verification rule; else the CPU.
+        """
         verifier = self.decoder.backend.verifier
-        kernels = verifier is not None and "rejection" in verifier.rules
-        return self.decoder.device if kernels else torch.device("cpu")
+        kernels = verifier is not None and self.kernel in verifier.rules
+        return draft if kernels and draft == self.decoder.device else torch.device("cpu")
 
     @property
     def on_cpu(self) -> bool:

@@ -82,7 +82,8 @@ class Engine:
 
     def target_for(self, speculation: SpeculativeOptions) -> Target:
         """The target as a drafter sees it under the verification rule and the controller of `speculation`."""
-        return replace(self.target, needs_probs=speculation.rule.needs_probs, adaptive=speculation.adaptive)
+        rule, adaptive = speculation.rule, speculation.adaptive
+        return replace(self.target, needs_probs=rule.needs_probs, kernel=rule.kernel, adaptive=adaptive)
 
     def new_drafter(self, speculation: SpeculativeOptions) -> Drafter:
         """The drafter of a configuration, for `use`."""

@@ -98,7 +98,8 @@ class CpuFusedModel:
         return self._logits
 
     def extends(self, chains: Chains) -> bool:
-        return True
+        """Not chains whose distributions are for a device: C writes to their addresses."""
+        return all(chain.probs is None or chain.probs.device.type == "cpu" for chain in chains.chains)
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
         several, vocabulary, stop_rule, states, _ = chains

@@ -240,8 +240,8 @@ class ModelDrafter(Drafter):
         """The chain of a row, for the backend."""
         row, budget, first_node, probs = start.row, start.budget, self.target.stream_id, None
         if self.samples(row):
-            shape, device = (budget.depth, self.target.vocabulary), self.target.probs_device
-            probs = torch.empty(shape, dtype=torch.float64, device=device)
+            device = self.target.probs_device(self.decoder.device)
+            probs = torch.empty(budget.depth, self.target.vocabulary, dtype=torch.float64, device=device)
         where = start.at, budget.depth, row.distribution, row.stream
         return Chain(*where, probs=probs, first_node=first_node, joint_floor=budget.floor)
 
