@@ -14,12 +14,15 @@ import torch
 from gguf_files import PROMPTS, logits, tokenizer_fields, write
 from helpers import check_speculation, decoder_of, weight_bytes
 from hybrids import DELTA, ROUTED
+from safetensors.torch import load_file
 
 from outrider import LLM, ModelError
 from outrider.checkpoints.gguf import delta_rule
 from outrider.checkpoints.hub import Checkpoint
 from outrider.checkpoints.spec import Spec
+from outrider.config import EngineOptions
 from outrider.core.quantized import QuantizedWeight
+from outrider.inspect.card import card_of
 from outrider.testing import tiny_checkpoint
 
 SIZES = {key: value for key, value in DELTA.items() if key != "vocab_size"}
@@ -81,11 +84,14 @@ def test_weights_in_few_bits_are_their_values(
     torch.testing.assert_close(logits(file), logits(folder), rtol=1e-3, atol=1e-3)
 
 
-def test_weights_in_four_bits_stay_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_weights_in_few_bits_stay_packed(kind: str, tmp_path: Path) -> None:
     folder = source("qwen3.5", tmp_path / "source", **WIDE)
-    sizes = [weight_bytes(LLM(folder, quantization="int4"))]
-    sizes.append(weight_bytes(LLM(str(write(tmp_path / "model.gguf", folder, lambda name: "Q4_0")))))
-    assert sizes[1] < 1.1 * sizes[0]
+    file = str(write(tmp_path / "model.gguf", folder, lambda name: kind))
+    card = card_of(EngineOptions(file))
+    assert card.weight_bytes == pytest.approx(weight_bytes(LLM(file)), rel=0.06)
+    assert card.weight_bytes < card_of(EngineOptions(folder)).weight_bytes / 3
+    assert card.parameters == card_of(EngineOptions(folder)).parameters
 
 
 def test_inputs_move_with_the_scales_of_their_groups() -> None:
@@ -149,6 +155,23 @@ def test_prediction_layers_are_not_read(tmp_path: Path) -> None:
     assert torch.equal(logits(folder), logits(file))
     with pytest.raises(ModelError, match="prediction layers are not read"):
         LLM(str(file), speculative_config={"method": "mtp"})
+
+
+def test_older_files_of_qwen3_next_join_four_outputs(tmp_path: Path) -> None:
+    """Those of q, k, v and z, head of keys by head of keys, as checkpoints do."""
+    folder = source("qwen3-next", tmp_path / "source")
+    file, names = write(tmp_path / "model.gguf", folder), load_file(Path(folder) / "model.safetensors")
+    extra = {
+        f"blk.{layer}.ssm_in.weight": names[f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"].numpy()
+        for layer in (0, 2)
+    }
+    whole = write(tmp_path / "both.gguf", folder, extra=extra).read_bytes()
+    for layer in (0, 2):  # which no checkpoint asks for
+        name = f"blk.{layer}.attn_qkv.weight".encode()
+        assert whole.count(name) == 1
+        whole = whole.replace(name, f"blk.{layer}.ffn_gate.weight".encode())
+    (tmp_path / "old.gguf").write_bytes(whole)
+    assert torch.equal(logits(file), logits(tmp_path / "old.gguf"))
 
 
 HOSTILE: dict[str, tuple[str, Any, str]] = {
