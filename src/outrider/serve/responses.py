@@ -54,7 +54,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
     form, markers = forms[0] if forms else None, server.reasoning
-    params = params_of(body, server.llm.sampling, form, markers, markers, **more)
+    params = params_of(body, server.llm.sampling, form, markers, markers, bool(use.tools), **more)
     messages = messages_of(body.input, body.instructions)
     prompt = server.conversation(
         messages,

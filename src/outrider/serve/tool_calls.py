@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from outrider.core.reasoning import without_beginning
+from outrider.core.reasoning import first_of, held_back
 
 
 def _refused(number: str) -> Any:
@@ -88,18 +88,13 @@ class ToolParser:
                 pieces = [piece for piece in pieces if isinstance(piece, str) or piece.name in tools]
             if any(isinstance(piece, ToolCall) for piece in pieces):
                 return _joined("", pieces)
-        start = min((at for marker in self.markers if (at := text.find(marker)) >= 0), default=-1)
+        start = first_of(self.markers, text)
         if start >= 0:
             found = _joined(text[:start].rstrip(), self.read(text[start:], known))
             return found if found.calls or not finished else Parsed(text, [])
         if finished:
             return Parsed(text, [])
         return Parsed("" if is_bare else text.rstrip(), [])  # a marker may follow the space
-
-
-def held_back(text: str, markers: Iterable[str]) -> str:
-    """A text without an end that may become one of the markers."""
-    return min((without_beginning(text, marker) for marker in markers), key=len, default=text)
 
 
 def between(text: str, openings: Iterable[str], closings: Iterable[str]) -> str:
