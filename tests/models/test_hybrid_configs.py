@@ -1,8 +1,9 @@
-"""Config files of hybrids: keys that transformers ignores, and values that are refused."""
+"""Config files of hybrids: keys that transformers ignores, values and options that are refused."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 from fallback_cases import chain, lean, prompts
 from hybrids import write
 
+from outrider import LLM
 from outrider.checkpoints.hub import Checkpoint
-from outrider.errors import ModelError
+from outrider.checkpoints.spec import HYBRID_FAMILIES
+from outrider.errors import ConfigError, ModelError
+from outrider.models.load import needs_fallback
+from outrider.testing import bare_checkpoint
 
 
 def change(folder: Path, **keys: Any) -> None:
@@ -61,3 +66,30 @@ def test_kinds_of_layers_that_the_family_does_not_have(family: str, kind: str, t
     change(tmp_path, layer_types=["linear_attention", "full_attention", kind, "full_attention"])
     with pytest.raises(ModelError, match=f"layers of the kind {kind}"):
         Checkpoint.open(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe", "qwen3-next", "lfm2"])
+def test_a_refusal_does_not_list_the_refused_family(family: str, tmp_path: Path) -> None:
+    folder, drafts, learned = str(tmp_path), {"method": "draft_model", "model": str(tmp_path)}, tmp_path / "x"
+    write(family, tmp_path)
+    checkpoint, llm = Checkpoint.open(folder), LLM(folder, max_model_len=64)
+    refused: list[Callable[[], Any]] = [
+        lambda: LLM(folder, max_model_len=64, enable_lora=True),
+        lambda: llm.use({"method": "layerskip"}),
+        lambda: llm.use({**drafts, "online": {"path": str(learned)}}),
+        lambda: needs_fallback(checkpoint, split=True),
+    ]
+    for attempt in refused:
+        with pytest.raises(ConfigError) as error:
+            attempt()
+        for name in {*HYBRID_FAMILIES, checkpoint.spec.architecture}:
+            assert str(error.value).count(name) <= (name == checkpoint.spec.architecture)
+
+
+def test_a_refusal_does_not_list_the_family_of_an_unusual_model(tmp_path: Path) -> None:
+    """Of a family that takes adapters, but in transformers' own code."""
+    folder = bare_checkpoint(tmp_path, "Llama", hidden_act="gelu")
+    for option in ({"enable_lora": True}, {"quantization": "int8"}):
+        with pytest.raises(ConfigError) as error:
+            LLM(str(folder), max_model_len=64, **option)
+        assert str(error.value).count("LlamaForCausalLM") == 1

@@ -5,6 +5,7 @@ An unsupported model raises a ModelError with the reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,15 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": "Qwen3.5",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 with experts",
 }
+HYBRID_FAMILIES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+# that take adapters, and whose layers can be skipped or be on several devices
+ATTENTION_ONLY = tuple(name for name in FAMILIES if name not in HYBRID_FAMILIES)
+# that are trained
+DENSE = tuple(
+    name
+    for name in ATTENTION_ONLY
+    if name not in ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM")
+)
 # Others differ in what a block computes: see Spec.like_llama.
 LIKE_LLAMA = (
     "LlamaForCausalLM",
@@ -55,9 +65,7 @@ QK_NORMED = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
+    *HYBRID_FAMILIES,
 )
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
@@ -314,6 +322,11 @@ def refuse(config: Any) -> None:
             f"{name} is not supported: Outrider runs causal language models, and for model_type {kind!r} "
             f"transformers has {' or '.join(causal(config)) or 'none'}."
         )
+
+
+def listed(families: Sequence[str], refused: str) -> str:
+    """Families for an error, but for the refused one: of that one the reason is in the rest of the error."""
+    return ", ".join(name for name in families if name != refused)
 
 
 def causal(config: Any) -> list[str]:
