@@ -46,7 +46,7 @@ def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, spli
                 "out."
             )
         return False
-    supported = listed(FAMILIES, name)
+    supported = listed([*FAMILIES], name)
     if split:
         several = listed(ATTENTION_ONLY, name)
         raise ConfigError(f"gpu_layers is for {several}; {name} runs on one device: leave it out.")
