@@ -149,9 +149,7 @@ class Engine:
     def _adapters(self) -> Adapters:
         if not self.decoder.adapts:
             name = self.checkpoint.spec.architecture
-            raise ConfigError(
-                f"enable_lora is for {listed(ATTENTION_ONLY, name)}, not for {name}: leave it out."
-            )
+            raise ConfigError(f"enable_lora is for {listed(ATTENTION_ONLY, name)}, not {name}: leave it out.")
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
     def step(self) -> list[Row]:
