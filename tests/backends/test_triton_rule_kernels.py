@@ -169,3 +169,17 @@ def test_drafts_from_the_targets_logits_are_accepted(params: DistributionParams)
         cases = [(sampled_row([1], params, seed), 0, tree) for seed in range(3)]
         found = [answers(name, logits, [case])[0] for case in cases]
         assert all(accepted == [0, 1, 2] for accepted, _ in found), name
+
+
+def test_only_distributions_of_nodes_are_moved() -> None:
+    """A tree that was cut keeps those of all its nodes, and probes are never accepted."""
+    row, logits = sampled_row([1, 2], DistributionParams(0.8), 1), random_logits(torch.Generator(), 6, 40)
+    whole = drafted(row, logits, [0, 1, 2, 3, 4], [1] * 5, False, True)
+    assert len(whole.distributions) == 5
+    for tree in (whole.only([0, 1]), whole._replace(probes=3)):
+        queries = TreeVerifier(DEVICE).queries("rejection")
+        queries.add(0, row, tree, 0)
+        assert len(queries.probs) == 2
+    assert answers("rejection", logits, [(row, 0, whole.only([0, 1]))]) == {
+        0: of_reference("rejection", row, logits, 0, whole.only([0, 1]))
+    }

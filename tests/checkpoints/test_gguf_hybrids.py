@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import PROMPTS, logits, tokenizer_fields, write
-from helpers import check_speculation, decoder_of, weight_bytes
+from gguf_files import GREEDY, PROMPTS, logits, tokenizer_fields, write
+from helpers import answer, check_speculation, decoder_of, weight_bytes
 from hybrids import DELTA, ROUTED
 from safetensors.torch import load_file
 
@@ -64,6 +64,15 @@ def test_gguf_logits_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> N
 def test_speculation_changes_nothing(tmp_path: Path) -> None:
     file = write(tmp_path / "model.gguf", source("qwen3.5", tmp_path / "source"), lambda name: "Q8_0")
     check_speculation(str(file), PROMPTS)
+
+
+def test_hybrids_in_gguf_draft_chains(tmp_path: Path) -> None:
+    folder = source("qwen3.5", tmp_path / "source")
+    file = str(write(tmp_path / "model.gguf", folder))
+    expected = answer(LLM(folder, dtype="float32"), PROMPTS[0], GREEDY).outputs[0].token_ids
+    llm = LLM(file, dtype="float32", speculative_config={"model": file, "num_speculative_tokens": 3})
+    output = answer(llm, PROMPTS[0], GREEDY)
+    assert output.outputs[0].token_ids == expected and output.speculation.acceptance > 0.9
 
 
 # ---- few bits

@@ -23,3 +23,14 @@ def test_another_target_needs_a_model(tmp_path: Path, more: dict[str, str]) -> N
     llm = LLM(tiny_checkpoint(tmp_path), max_num_seqs=1)
     with pytest.raises(ConfigError, match="the method needs 'model'"):
         llm.use({**CONFIG, **more})
+
+
+def test_draws_that_the_rule_does_not_ask_for_are_refused(tmp_path: Path) -> None:
+    """`match` reads no q, so nothing is sampled; in a mix, too."""
+    folder = tiny_checkpoint(tmp_path)
+    draft = {"method": "draft_model", "model": folder, "siblings": 2, "sibling_draws": "independent"}
+    mix = {"method": "union", "drafters": [{"method": "ngram"}, draft]}
+    for config in (draft, mix):
+        with pytest.raises(ConfigError, match="sibling_draws = 'independent' has no effect without"):
+            LLM(folder, device="cpu", speculative_config=config)
+        LLM(folder, device="cpu", speculative_config={**config, "verification": "rejection"})

@@ -154,6 +154,26 @@ def test_spectr_accepts_as_in_the_paper(count: int) -> None:
         assert found.mean_tokens - 1 == pytest.approx(1 - (1 - beta) ** 2, abs=1e-8)
 
 
+def test_spectr_reads_a_shared_distribution_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of one tensor from a device would be different ones, to be compared number by number."""
+    q, read = torch.tensor([0.25, 0.75, 0.0], dtype=torch.float64), list[int]()
+    other, equal = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64), q.clone()
+    tree = DraftTree([0, 1, 1, 0, 1], [-1] * 5, [1.0] * 5, [q, other, equal], [0, 0, 0, 1, 2], repeats=True)
+
+    def q_of(tree: DraftTree, node: int) -> torch.Tensor | None:
+        read.append(node)
+        found = tree.distribution(node)
+        return None if found is None else found.clone()
+
+    monkeypatch.setattr(spectr, "q_of", q_of)
+    found = spectr._common(tree, [0, 1, 2])
+    assert found is not None and found.equal(q) and read == [0]
+    assert spectr._common(tree, [0, 3]) is None
+    assert spectr._common(tree, [0, 4]) is not None
+    assert spectr._common(tree._replace(probs_of=[0, -1, 0, 1, 2]), [0, 1]) is None
+    assert spectr._common(tree._replace(probs_of=[]), [0, 1]) is None
+
+
 def test_spectr_continues_after_all_siblings_with_the_accepted_token() -> None:
     """Two equal samples, of which the second has a child."""
     models = Fixed([1.0, 0.0], [1.0, 0.0])

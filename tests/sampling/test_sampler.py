@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import c_backend, needs_c, sampled_row, two_threads
+from syncs import Syncs
 from torch import Tensor
 
 from outrider import ModelError
@@ -19,7 +20,7 @@ from outrider.backends.torch.backend import TorchBackend
 from outrider.core.noise import MASK, key_of
 from outrider.core.params import COLDEST, HOTTEST, DistributionParams
 from outrider.sampling.processors import min_tokens
-from outrider.sampling.sampler import Sampler
+from outrider.sampling.sampler import Sampler, _best_by_topk
 
 NEVER = float("-inf")
 
@@ -180,6 +181,18 @@ def test_k_best_tokens_are_distinct_and_allowed(backend: str) -> None:
     assert sorted(tokens) == [47, 48, 49]
     assert sum(shares) == pytest.approx(1)
     assert len(set(made.pick(logits, DistributionParams(), 9, 40, True)[0])) == 40
+
+
+@needs_c
+def test_the_best_ids_of_a_device_have_finite_logits() -> None:
+    """As on the CPU, which does not use `topk`, and in one read."""
+    nan, inf = math.nan, math.inf
+    rows = [[1, 2, 3, 4], [1, -inf, 2, -inf], [-inf] * 4, [nan] * 4, [nan, 1, 2, 3], [1, inf, 2, 3]]
+    logits = torch.tensor(rows)
+    with Syncs() as seen:
+        found = _best_by_topk(logits, 3)
+    assert seen.seen == ["tolist"]
+    assert found == Sampler(c_backend()).best(logits, 3) == [[3, 2, 1], [2, 0], [], [], [], []]
 
 
 # ---- the distribution

@@ -62,9 +62,10 @@ class TreeQueries(Protocol):
         """
 
     def read(self) -> Iterable[tuple[int, Answer | None]]:
-        """For each key: accepted nodes and emitted tokens.
+        """For each key that was taken: accepted nodes and emitted tokens.
 
-        None if a token could not be picked, because the logits are not finite.
+        None if a node on the way has no finite logit, after processors.  `Rule` verifies this row, and rows
+        whose keys are missing, because only calls tell what their processors do.
         """
 
     def values(self, key: int, nodes: Sequence[int]) -> Sequence[TopValues] | None:

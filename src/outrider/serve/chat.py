@@ -20,7 +20,7 @@ from outrider.serve.logprobs import of_token
 from outrider.serve.protocol import Calling, ChatBody
 from outrider.serve.sampling import check_budget, check_logprobs, params_of
 from outrider.serve.state import Server
-from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser, listed
+from outrider.serve.tool_calls import Parsed, ParseSchedule, ToolCall, ToolParser, listed
 from outrider.serve.tool_choice import ToolUse
 from outrider.serve.tools import PARSERS
 
@@ -199,6 +199,7 @@ class Sent:
     reasoning: int = 0
     tokens: int = 0
     calls: list[int] = field(default_factory=list)
+    schedule: ParseSchedule = field(default_factory=ParseSchedule)
 
     def new_calls(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
         """The new parts of calls: of a new one its name, then of each what was added to its arguments."""
@@ -247,7 +248,10 @@ class Chat:
 
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         sent = self.sent.setdefault(sample.index, Sent())
+        if not sent.schedule.due(sample.text, sample.finish_reason is not None):
+            return []
         parsed = self.reply.read(sample.text, sample.finish_reason)
+        sent.schedule.parsed(sample.text, parsed.calls)
         content = parsed.content[sent.characters :]
         made = self._reasoning(parsed.reasoning[sent.reasoning :])
         if content:

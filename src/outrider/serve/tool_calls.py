@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ def _refused(number: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refused)
+MOST_PARSES = 256  # of a call while its text doubles, about
 STRING = r'"(?:[^"\\]|\\.)*"'
 
 
@@ -51,6 +52,25 @@ class Parsed(NamedTuple):
         before = sum(call.name in names for call in self.calls[: self.calls_before])
         calls = [call for call in self.calls if call.name in names]
         return self._replace(calls=calls, calls_before=before)
+
+
+@dataclass
+class ParseSchedule:
+    """When the growing text of a choice is parsed again: not at each token of a long call.
+
+    A parse begins at the beginning of the text, so that one for each token would take quadratic time.
+    length: that the text has at the next time.
+    """
+
+    length: int = 0
+
+    def due(self, text: str, finished: bool) -> bool:
+        return finished or len(text) >= self.length
+
+    def parsed(self, text: str, calls: Sequence[ToolCall]) -> None:
+        """Set the next time by the calls that the text has now."""
+        within_call = bool(calls) and not calls[-1].complete
+        self.length = len(text) + len(text) // MOST_PARSES if within_call else 0
 
 
 Pieces = list[ToolCall | str]  # calls and the texts behind them, in their order

@@ -49,13 +49,17 @@ class SpecTr(Rule):
 
 def _common(tree: DraftTree, siblings: Sequence[int]) -> Tensor | None:
     """The distribution of which these are independent samples; None if they are anything else."""
-    if len(siblings) < 2 or not tree.repeats:
+    if len(siblings) < 2 or not tree.repeats or not tree.probs_of:
         return None
-    first = q_of(tree, siblings[0])
+    first, compared = q_of(tree, siblings[0]), {tree.probs_of[siblings[0]]}
     for sibling in siblings[1:]:
-        q = q_of(tree, sibling)
-        if first is None or q is None or not (q is first or torch.equal(q, first)):
+        which = tree.probs_of[sibling]
+        if which in compared:
+            continue
+        q = q_of(tree, sibling)  # after another node of the same text: it may be equal
+        if first is None or q is None or not torch.equal(q, first):
             return None
+        compared.add(which)
     return first
 
 

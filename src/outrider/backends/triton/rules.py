@@ -219,16 +219,17 @@ class RuleQueries(Asked):
 
     def _links(self, tree: DraftTree) -> list[int]:
         """The links of the root and of all nodes, as in `Targets`."""
-        first = len(self.probs)
-        self.probs += [self._moved(q) for q in tree.distributions]
-        addresses = [q.data_ptr() for q in self.probs[first:]]
+        addresses = {-1: 0}  # of distributions that nodes name: a tree that was cut has others
         links, ends, drawn = NO_LINKS * (tree.size + 1), dict[int, int](), dict[tuple[int, int], int]()
         for node in range(tree.size):
             parent, which = tree.parents[node], tree.probs_of[node] if tree.probs_of else -1
             if self.rule == "block" and parent != node - 1:
                 break  # what is no chain from the root is not verified
             at = (node + 1) * LINKS.value
-            links[at : at + 3] = tree.tokens[node], parent, addresses[which] if which >= 0 else 0
+            if which not in addresses:
+                self.probs.append(self._moved(tree.distributions[which]))
+                addresses[which] = self.probs[-1].data_ptr()
+            links[at : at + 3] = tree.tokens[node], parent, addresses[which]
             if which >= 0 and not tree.repeats:
                 links[at + EARLIER.value] = drawn.get((parent, which), -1)
                 drawn[parent, which] = node

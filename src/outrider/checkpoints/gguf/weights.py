@@ -51,7 +51,7 @@ class GgufWeights:
         if _without_ones(entry.shape) != _without_ones(shape):
             raise ModelError(f"{name} has shape {entry.shape}, the metadata asks for {shape}.")
         weight = blocks.unpack(entry.ggml_type, entry.rows, entry.block_bytes)
-        if isinstance(weight, QuantizedWeight) and len(shape) != 2:
+        if isinstance(weight, QuantizedWeight) and weight.values.shape != shape:
             weight = weight.dense()
         if isinstance(weight, Tensor):
             weight = weight.view(shape)

@@ -26,7 +26,7 @@ from outrider.core.tree import EMPTY_TREE, ROOT, Draft, DraftTree
 from outrider.draft.draft_model.chain_states import ChainStates
 from outrider.draft.draft_model.first import FirstForward, Part
 from outrider.draft.draft_model.intersect import TranslatedModel, shared_tokens
-from outrider.draft.draft_model.loading import default_draft, load_draft, refuse_states
+from outrider.draft.draft_model.loading import completed, load_draft, refuse_states
 from outrider.draft.draft_model.one_pass import OnePass
 from outrider.draft.draft_model.options import DraftModelOptions
 from outrider.draft.draft_model.staged import Staged
@@ -53,9 +53,8 @@ class ModelDrafter(Drafter):
     computes_prompts = True
 
     def __init__(self, options: DraftModelOptions, target: Target) -> None:
-        """Raise ConfigError without a model, if the target is not a built-in one."""
-        if options.model is None:
-            options = replace(options, model=default_draft(target.checkpoint))
+        """Raise ConfigError as `completed` does."""
+        options = completed(options, target)
         super().__init__(options, target)
         self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from outrider.checkpoints.hub import Checkpoint, locate
 from outrider.draft.draft_model.options import DraftModelOptions
+from outrider.drafting.base import Target
+from outrider.drafting.options import refuse_idle
 from outrider.errors import ConfigError
 from outrider.models import load as models
 from outrider.models.base import Model
@@ -18,6 +22,19 @@ def default_draft(target: Checkpoint) -> str:
     if target.tokenizer_folder != locate(BUILTIN):
         raise ConfigError("the method needs 'model': the folder or hub id of a draft model.")
     return BUILTIN_DRAFT
+
+
+def completed(options: DraftModelOptions, target: Target) -> DraftModelOptions:
+    """The options with a model.
+
+    Raises ConfigError without one, if the target is not a built-in one, and for a way to sample siblings under
+    a rule that reads no q: nothing is sampled then.
+    """
+    rules = "a verification rule that compares p with q"
+    refuse_idle(options, target.needs_probs, rules, "sibling_draws")
+    if options.model is None:
+        return replace(options, model=default_draft(target.checkpoint))
+    return options
 
 
 def load_draft(
