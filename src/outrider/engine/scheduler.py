@@ -309,6 +309,7 @@ class Scheduler:
             self.cache.close(table)
             row.table, row.adapter, row.computed = None, None, 0
             return False
+        self.cache.use_snapshot(table)
         if row.cached is None:
             row.cached, row.queued = row.computed, time.perf_counter() - row.entered
             self.prefix_queries += row.prompt

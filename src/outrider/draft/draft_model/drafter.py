@@ -119,6 +119,10 @@ class ModelDrafter(Drafter):
         self.pool = pool if self.itself else self.decoder.pool(slots)
         return Storage() if self.itself else Storage([self.pool])
 
+    def reserve_states(self, rows: int) -> None:
+        if self.states is not None:
+            self.states.reserve(self.pool, rows)
+
     def size(self, depth: int) -> int:
         siblings: int = self.options.siblings
         return depth * siblings
