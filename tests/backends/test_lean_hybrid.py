@@ -1,4 +1,4 @@
-"""A lean hybrid with odd sizes, from prefill to replayed drafts: for the sanitizers of scripts/sanitize too."""
+"""Lean hybrids of odd sizes, from prefill to replayed drafts; scripts/sanitize runs it, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECURRENT_FIRST = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
     ],
 )
 def test_odd_sizes(family: str, config: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
-    """Prompts in chunks of 11 tokens, drafts that are rejected and replayed, prefix hits, and a draft chain."""
+    """Prompts in chunks of 11 tokens, rejected and replayed drafts, prefix hits, and a draft chain."""
     write(family, tmp_path, **config)
     llm = LLM(str(tmp_path), max_num_seqs=3, max_model_len=64, max_num_batched_tokens=11, **options)
     given = [*prompts((1, 23)), *prompts((23,))]

@@ -26,7 +26,7 @@ class DecoderVariant:
     sinks:           every head has an attention sink (`ScoreModifier`)
     query_gates:     the attention's output is multiplied with the sigmoid of a gate, which q_proj makes too
     gate_slope, gate_limit: as in `LayerExperts`
-    fixed_routing:   all layers have experts whose weights sum to 1; config keys that say otherwise are ignored
+    fixed_routing:   all layers have experts whose weights sum to 1, whatever the config says
     attention_biases, expert_biases: whether the files must have biases of q, k, v and o, and those of routers
         and experts
     """

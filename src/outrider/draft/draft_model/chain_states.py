@@ -44,7 +44,7 @@ class ChainStates:
         }
         if options.parallel_drafting:
             raise ConfigError(
-                f"{model.spec.architecture} has recurrent layers, and does not draft all tokens in one forward: "
+                f"{model.spec.architecture} has recurrent layers, and drafts token by token: "
                 "give a PARD model with attention in every layer, or choose the method 'draft_model' without "
                 "parallel_drafting."
             )
