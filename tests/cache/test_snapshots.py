@@ -77,6 +77,7 @@ class Machine(RuleBasedStateMachine):
         if not self.cache.reserve(table, len(tokens)):
             self.cache.close(table)
             return
+        self.cache.use_snapshot(table)
         self.compute(text, text.done + 1 + int((len(tokens) - text.done - 1) * share), wanted, False)
         self.live.append(text)
 
@@ -141,6 +142,7 @@ def filled(cache: Cache, tokens: list[int], *pages: int, decodes: bool = False) 
 def found(cache: Cache, tokens: list[int]) -> int:
     table = cache.open()
     length = cache.match(table, tokens, len(tokens) - 1)
+    cache.use_snapshot(table)
     cache.close(table)
     cache.check()
     return length
@@ -197,6 +199,22 @@ def test_a_decoding_table_replaces_its_last_snapshot() -> None:
     assert found(cache, tokens) == 3 * PAGE
     cache.snapshots.add(table, 4 * PAGE, True)  # the one before is used by another text now
     assert not cache.snapshots.free
+
+
+def test_a_match_without_admission_uses_no_snapshot() -> None:
+    """As of a request that waits for pages: a decoding table goes on to replace its snapshot."""
+    cache, tokens = make_cache(), [1] * (4 * PAGE + 1)
+    table, waiting = filled(cache, tokens, 1, 2, decodes=True), cache.open()
+    oldest = list(cache.snapshots.of_page)
+    assert cache.match(waiting, tokens, len(tokens) - 1) == 2 * PAGE
+    assert not cache.reserve(waiting, 100 * PAGE)
+    cache.close(waiting)
+    assert list(cache.snapshots.of_page) == oldest
+    for page in (3, 4):
+        cache.snapshots.add(table, page * PAGE, True)
+        cache.attach(table, tokens)
+        assert len(cache.snapshots.of_page) == 1
+    cache.check()
 
 
 def test_pending_snapshots_are_not_evicted() -> None:

@@ -17,6 +17,7 @@ from outrider.core.recurrent import RecurrentRows
 from outrider.core.tree import Draft
 from outrider.draft.draft_model.chain_states import ChainStates
 from outrider.engine import memory
+from outrider.errors import ConfigError
 from outrider.testing import bare_checkpoint, check_idle, run_staggered, visible_parts
 
 DEPTH = 4
@@ -122,3 +123,36 @@ def test_fewer_requests_run_where_states_of_drafts_leave_no_memory(
         assert min(count, most) * each.total() + engine.cache.pages * kv + snapshots <= limit
     assert 1 < most < 64 and f"{most} requests run at once, not 64 (max_num_seqs)" in caplog.text
     assert texts(llm, *given) == expected
+
+
+def test_states_of_drafts_are_allocated_ahead(case: Case) -> None:
+    """Two for each request, and no inputs of draft nodes, which a chain of forwards does not have."""
+    use(case, case.folder)
+    states = case.llm.engine.drafter.pool.states  # type: ignore[attr-defined]
+    assert {len(each) for each in states.states} == {2 * case.llm.engine.max_num_seqs}
+    texts(case.llm, prompts(), sampling(0.0))
+    assert {len(each) for each in states.states} == {2 * case.llm.engine.max_num_seqs}
+    assert not sum(part.nbytes for kept in states.kept for part in kept)
+
+
+def test_kept_inputs_are_within_the_plan(case: Case) -> None:
+    nodes = 6
+    given, params = prompts((20, 20, 20)), sampling(0.8, 3)
+    case.expected(given, params)
+    case.llm.use(None)
+    texts(case.llm, given, params)
+    engine = case.llm.engine
+    states = engine.cache.pools[0].states
+    assert states is not None and not sum(part.nbytes for kept in states.kept for part in kept)
+    case.llm.use(case.script("wide", nodes, 3))
+    texts(case.llm, given, params)
+    engine, states = case.llm.engine, case.llm.engine.cache.pools[0].states
+    assert states is not None
+    planned = (engine.decoder.state_bytes(nodes) - engine.decoder.state_bytes(0)).total()
+    assert sum(part.nbytes for kept in states.kept for part in kept) <= engine.cache.states * planned
+
+
+@pytest.mark.parametrize("config", [{"method": "pard"}, {"method": "draft_model", "parallel_drafting": True}])
+def test_a_hybrid_does_not_draft_in_one_forward(config: dict[str, Any], case: Case) -> None:
+    with pytest.raises(ConfigError, match="give a PARD model with attention in every layer, or choose"):
+        case.llm.use({**config, "model": case.folder})

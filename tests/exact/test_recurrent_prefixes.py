@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, seed=1, max_tokens=NEW, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=("qwen3.5", "granite-hybrid-rope", "lfm2"))
+@pytest.fixture(scope="module", params=("qwen3.5", "qwen3-next", "granite-hybrid-rope", "lfm2"))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     yield Case(request.param, tmp_path_factory.mktemp("hybrid"), POSITIONS, CHUNK)
 
@@ -210,9 +210,9 @@ def states_of_another_border(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def another_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    use = Snapshots.use
+    slot_of = Snapshots.slot_of
     monkeypatch.setattr(
-        Snapshots, "use", lambda self, page: next((s for s in self.slots if s != use(self, page)), 0)
+        Snapshots, "slot_of", lambda self, page: next((s for s in self.slots if s != slot_of(self, page)), 0)
     )
 
 

@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from drafter_cases import PlainOutputs
 from helpers import answer
+from hybrid_texts import Case
+from hybrid_texts import prompts as hybrid_prompts
+from hybrid_texts import sampling as hybrid_sampling
 from syncs import Syncs
 from torch import Tensor
 
@@ -112,6 +116,22 @@ def test_texts_are_those_of_steps_that_are_waited_for(
     whole = outputs_of(PROMPTS[3], each[3]).outputs[0].token_ids
     assert found[3].outputs[0].token_ids == whole[: len(found[3].outputs[0].token_ids)]
     check_idle(ahead)
+
+
+@pytest.mark.parametrize("kind", ["off", "hidden", "wide"])
+def test_texts_of_a_hybrid_are_those_of_steps_that_are_waited_for(kind: str, tmp_path: Path) -> None:
+    """States, their replays and snapshots, of requests that come and go, one of them aborted."""
+    case = Case("qwen3.5", tmp_path)
+    given, params = hybrid_prompts(), hybrid_sampling(0.8)
+    expected = case.expected(given, params)
+    case.llm.use(None if kind == "off" else case.script(kind, 6, 3))
+    case.llm.engine.ahead = True
+    for aborts in ({3: 4}, {}):
+        found = run_staggered(case.llm, given, params, aborts=aborts)
+        for i, output in enumerate(found):
+            assert i in aborts or visible_parts(output.outputs) == expected[i]
+        check_idle(case.llm)
+    assert case.llm.engine.scheduler.prefix_hits
 
 
 def test_a_stop_string_ends_a_request_with_a_step_in_flight() -> None:

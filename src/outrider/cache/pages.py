@@ -100,7 +100,7 @@ class Cache:
     def match(self, table: BlockTable, tokens: Sequence[int], limit: int) -> int:
         """Share the longest indexed prefix, at most `limit` tokens, with an empty table.
 
-        Of a table with a state, it ends with a snapshot.
+        Of a table with a state, it ends with a snapshot: call `use_snapshot` once the table has all its room.
         Returns its length.
         """
         pages, nodes = list[int](), list[int]()
@@ -125,9 +125,14 @@ class Cache:
         if end < len(pages):
             table.branch = len(pages) * PAGE
         if end:
-            table.resumed = snapshots.use(pages[end - 1])
+            table.resumed = snapshots.slot_of(pages[end - 1])
             table.length = end * PAGE - snapshots.lag
         return pages[:end]
+
+    def use_snapshot(self, table: BlockTable) -> None:
+        """Note the use of the snapshot that an admitted table has matched, behind its shared pages."""
+        if table.resumed != NO_STATE:
+            self.snapshots.use(table.pages[len(table.nodes) - 1])
 
     def register(self, table: BlockTable, tokens: Sequence[int], filled: int) -> None:
         """Index the full pages among the first `filled` positions, which every pool has written."""

@@ -62,12 +62,14 @@ class Snapshots:
         else:
             self.of_page[page] = slot
 
-    def use(self, page: int) -> int:
-        """The slot of a page with a snapshot, which is the most recently used one now."""
+    def slot_of(self, page: int) -> int:
+        """The slot of a page with a snapshot."""
+        return self.of_page[page]
+
+    def use(self, page: int) -> None:
+        """Note that a request resumes at the snapshot of a page: it is the most recently used one now."""
         self.of_page.move_to_end(page)
-        slot = self.of_page[page]
-        self.replaceable.pop(slot, None)
-        return slot
+        self.replaceable.pop(self.of_page[page], None)
 
     def drop(self, page: int) -> None:
         """Free the snapshot of a page, if it has one."""

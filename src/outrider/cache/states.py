@@ -27,6 +27,7 @@ class StatePool:
     states: for each recurrence, float32 [slots, …]
     input_bytes: for each recurrence, as in `StateShape`
     kept:   for each recurrence, the inputs of the draft nodes of the last forward
+    planned_nodes: draft nodes of a forward for whose inputs the plan of the memory has room
     addresses: what a backend has derived from the places of the states in memory; None after they moved
 
     A pool grows by itself with the slots that are used; `grow` allocates them ahead.
@@ -36,6 +37,7 @@ class StatePool:
         self.states = [torch.zeros(0, *shape, device=device) for shape, _ in shapes]
         self.input_bytes = [shape.input_bytes for shape in shapes]
         self.kept: list[Sequence[Tensor]] = [() for _ in shapes]
+        self.planned_nodes = 0
         self.addresses: Any = None
 
     def grow(self, slots: int) -> None:

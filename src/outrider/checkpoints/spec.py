@@ -5,7 +5,7 @@ An unsupported model raises a ModelError with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,7 +324,7 @@ def refuse(config: Any) -> None:
         )
 
 
-def listed(families: Sequence[str], refused: str) -> str:
+def listed(families: Iterable[str], refused: str) -> str:
     """Families for an error, but for the refused one: of that one the reason is in the rest of the error."""
     return ", ".join(name for name in families if name != refused)
 

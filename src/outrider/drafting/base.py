@@ -145,6 +145,9 @@ class Drafter:
         """Allocate K/V storage for `slots` slots.  Called once.  `pool` is the target's."""
         return Storage()
 
+    def reserve_states(self, rows: int) -> None:
+        """Allocate the recurrent states of so many requests, after `allocate`."""
+
     def arms(self, depth: int) -> list[Arm]:
         """What an adaptive controller chooses from, with trees of this depth at most."""
         arm = Arm(

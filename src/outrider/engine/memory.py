@@ -67,7 +67,9 @@ def build_cache(
     pool = target.pool(num_pages * PAGE)
     if pool.states is not None:
         pool.states.grow(states + num_snapshots)
+        pool.states.planned_nodes = states * max_nodes
     storage = drafter.allocate(num_pages * PAGE, pool)
+    drafter.reserve_states(rows)
     cache.pools = [pool, *storage.pools]
     for drafter_cache in storage.caches:
         drafter_cache.prefix_caching = cache.prefix_caching

@@ -60,6 +60,7 @@ class RowStates:
                 elif slot != NO_STATE:
                     taken.setdefault(table, {})[after - table.length - 1] = slot
             first += step.known + len(step.tree.tokens)
+        # A border that replays cross while their row is left out has no snapshot: the row's next one has.
         for table, kept in accepted.items():
             if table.state != NO_STATE:
                 rows.replays.append(Replay(table.state, kept, taken.get(table, {})))

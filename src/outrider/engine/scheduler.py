@@ -295,10 +295,7 @@ class Scheduler:
             log.exception("the drafter cannot forget a row of request %r", row.id)
 
     def _admit(self, row: Row) -> bool:
-        """Open a block table for a waiting row, with reusable pages.
-
-        Returns False, without effect, if its tokens do not fit.
-        """
+        """Open a block table for a waiting row, with reusable pages; False, without effect, if it is full."""
         source = row.source
         if source is not None and source.table is not None and source.computed < row.prompt:
             return False  # its prompt is being computed right now
@@ -309,6 +306,7 @@ class Scheduler:
             self.cache.close(table)
             row.table, row.adapter, row.computed = None, None, 0
             return False
+        self.cache.use_snapshot(table)
         if row.cached is None:
             row.cached, row.queued = row.computed, time.perf_counter() - row.entered
             self.prefix_queries += row.prompt

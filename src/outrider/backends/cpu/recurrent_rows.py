@@ -15,7 +15,7 @@ from outrider.cache.states import StatePool
 from outrider.core.step_input import StepInput
 
 FLOAT = 4  # bytes
-ROOM = 16  # draft nodes that there is room for at least
+ROOM = 16  # draft nodes that there is room for at least, once a step drafts
 
 
 class Addresses(NamedTuple):
@@ -60,11 +60,13 @@ def attach(rows: Any, step_input: StepInput, pool: StatePool) -> None:
 def addresses_of(pool: StatePool, drafted: int) -> Addresses:
     """The addresses, made when memory has moved: a tensor takes 10 µs to tell its own right behind a forward.
 
-    drafted: number of draft nodes of the step, for whose inputs room is made
+    drafted: number of draft nodes of the step, for whose inputs room is made.  There is more, so that memory
+        seldom moves, as far as that is planned.  A pool of which no step drafts keeps no inputs.
     """
     found: Addresses | None = pool.addresses
     if found is None or found.room < drafted:
-        room = max(ROOM, 0 if found is None else found.room, 2 * drafted)
+        ahead = min(max(ROOM, 2 * drafted), pool.planned_nodes) if drafted else 0
+        room = max(drafted, 0 if found is None else found.room, ahead)
         for i in range(0, len(pool.states), 2):
             pool.kept[i] = (_longer(pool.kept[i], room, pool.input_bytes[i] // FLOAT),)
         kept = [own for (own,) in pool.kept[::2]]

@@ -14,6 +14,7 @@ from collections import Counter
 
 import torch
 
+from outrider.cache.pool import Pool
 from outrider.core.recurrent import RecurrentRows
 from outrider.core.row import Row
 from outrider.core.step_input import StepInput
@@ -40,14 +41,24 @@ class ChainStates:
             "draft_kv_budget": options.draft_kv_budget is not None,
             "drafter": options.drafter is not None,
             "vocab_mismatch": options.vocab_mismatch in ("intersect", "retokenize"),
-            "parallel_drafting": bool(options.parallel_drafting),
         }
+        if options.parallel_drafting:
+            raise ConfigError(
+                f"{model.spec.architecture} has recurrent layers, and drafts token by token: "
+                "give a PARD model with attention in every layer, or choose the method 'draft_model' without "
+                "parallel_drafting."
+            )
         if given := [name for name, asked in others.items() if asked]:
             raise ConfigError(
                 f"{model.spec.architecture} has recurrent layers, and drafts plain chains of the target's "
                 f"tokens: leave {', '.join(given)} out, or give a draft model with attention in every layer."
             )
         return cls(model.state_bytes(0) + model.state_bytes(0))
+
+    def reserve(self, pool: Pool, rows: int) -> None:
+        """Allocate the slots of so many rows, so that no step copies the states to grow the pool."""
+        assert pool.states is not None
+        pool.states.grow(2 * rows)
 
     def read(self, step_input: StepInput, row: Row, drafts: bool) -> None:
         """Add a row of the first forward, behind its last known token.  drafts: a chain begins there."""

@@ -1,6 +1,4 @@
-"""A draft model at the target's slots: catch-up, then one call for chains or one forward for each depth of
-trees.
-"""
+"""A draft model at the target's slots: catch-up, then one call for chains or a forward a depth of trees."""
 
 from __future__ import annotations
 
@@ -56,7 +54,6 @@ class ModelDrafter(Drafter):
         """Raise ConfigError as `completed` does."""
         options = completed(options, target)
         super().__init__(options, target)
-        self.window = Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.itself = options.model == SELF
         self.catch_up, self.windows = TokenCatchUp(), dict[Row, Window]()  # windows: those of single rows
         self.waiting: set[Row] = set()  # rows that the last forward had too little room for
@@ -66,14 +63,13 @@ class ModelDrafter(Drafter):
             self.vocabulary, self.context = target.vocabulary, target.max_len
         else:
             self._load(options, target)
-        self.stop = stop.Stop(options)
+        self.stop, self.window = stop.Stop(options), Window.of(options.draft_kv_budget, options.draft_kv_sink)
         self.depth = stop.MAX_DEPTH if self.stop.active else self.depth
         self.one_pass = None if self.itself else OnePass.of(options, self)
         self.staged = None if options.drafter is None else Staged(options.drafter, self)
         self.grower = self.staged or self.one_pass
         self.sees_plain = self.stop.active or self.staged is not None
-        # Rules that judge samples need lengths that no sampled token decides.  On a GPU a chain would be read
-        # after every token.
+        # Rules that judge samples need lengths that no sample decides.  A GPU would be read every token.
         others = self.grower is not None or self.stop.active or target.needs_probs
         self.heeds_floors = self.decoder.device.type == "cpu" and not others
 
@@ -117,6 +113,10 @@ class ModelDrafter(Drafter):
     def allocate(self, slots: int, pool: Pool) -> Storage:
         self.pool = pool if self.itself else self.decoder.pool(slots)
         return Storage() if self.itself else Storage([self.pool])
+
+    def reserve_states(self, rows: int) -> None:
+        if self.states is not None:
+            self.states.reserve(self.pool, rows)
 
     def size(self, depth: int) -> int:
         siblings: int = self.options.siblings

@@ -139,6 +139,10 @@ class Union(Drafter):
             caches += storage.caches
         return Storage(pools, caches)
 
+    def reserve_states(self, rows: int) -> None:
+        for drafter in self.drafters:
+            drafter.reserve_states(rows)
+
     def arms(self, depth: int) -> list[Arm]:
         pairs = zip(self.drafters, self.depths)
         return [arm for drafter, own in pairs for arm in Drafter.arms(drafter, min(depth, own))]
