@@ -119,8 +119,8 @@ class Network(nn.Module):
     the text's tokens.  A path counts in step s while the tokens that it has read were among the `ALIGNED`
     likeliest ones of the step before: others would not be drafted.
 
-    Differences from the reference's training: there is no loss term over the 10 likeliest tokens, and the mask
-    of aligned paths is shifted by one place.
+    Differences from the reference's training: there is no loss term over the 10 likeliest tokens, and the
+    mask of aligned paths is shifted by one place.
     """
 
     def __init__(self, sizes: Sizes, vocabulary: int, bias: bool = True, steps: int = 3) -> None:

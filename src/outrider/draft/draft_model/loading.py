@@ -27,8 +27,8 @@ def default_draft(target: Checkpoint) -> str:
 def completed(options: DraftModelOptions, target: Target) -> DraftModelOptions:
     """The options with a model.
 
-    Raises ConfigError without one, if the target is not a built-in one, and for a way to sample siblings under
-    a rule that reads no q: nothing is sampled then.
+    Raises ConfigError without one, if the target is not a built-in one, and for a way to sample siblings
+    under a rule that reads no q: nothing is sampled then.
     """
     rules = "a verification rule that compares p with q"
     refuse_idle(options, target.needs_probs, rules, "sibling_draws")
