@@ -24,14 +24,13 @@ from outrider.progress import Request
 from outrider.sampling.grammar.compiler import GrammarCompiler
 from outrider.sampling.grammar.state import GrammarMask, GrammarState
 from outrider.sampling.processors import processors_of
-from outrider.sampling.thinking import thinking_budget
+from outrider.sampling.thinking import last_turn, thinking_budget
 
 # "text", [1, 2, 3], {"prompt": "text"}, {"prompt_token_ids": [1, 2, 3]} or {"messages": […]}.
 # If a dict has both ids and a text, the ids are used, and the text is only copied to the output.
 # With "cache_salt", a dict shares cached pages with prompts of the same salt only.
 Prompt = str | Mapping[str, Any] | Sequence[int]
 LONG = 64  # characters a token; the beginning of a longer text is tokenized first
-MARKED = 32  # tokens at the end of a prompt that may have a marker of reasoning
 KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
 
 
@@ -298,7 +297,7 @@ class Reader:
                 vocabulary = engine.checkpoint.spec.vocabulary
                 self.compilers.append(GrammarCompiler(self.tokenizer, vocabulary, engine.ending))
             if form.reasoning is not None and self.tokenizer is not None:
-                form = form.behind(self.tokenizer.decode(prompt[-MARKED:]))
+                form = form.behind(last_turn(prompt, form.reasoning, self))
         with about("structured_outputs"):
             return self.compilers[0].state(form, len(prompt), params.stop_token_ids or ())
 

@@ -231,7 +231,7 @@ def test_rows_that_the_device_cannot_verify_are_left_to_the_rule() -> None:
     for key, row in enumerate((own, lost)):
         queries.add(key, row, tree, 3 * key)
     assert not queries.sizes and not queries.more.edits
-    budget = ThinkingBudget(6, True, ReasoningMarkers("<a>", "</a>"), [4], 6, lambda token: "x")
+    budget = ThinkingBudget(6, ReasoningMarkers("", "</a>"), [4], 6, lambda token: "x")
     forced = row_of({"presence_penalty": 1.0})  # the 6th token of the output is reached at the first node
     forced.processors = [*forced.processors, budget]
     queries.add(3, forced, tree, 6)

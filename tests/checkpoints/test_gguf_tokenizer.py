@@ -127,6 +127,11 @@ def published(pre: str) -> tuple[Any, Any]:
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
             r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         ), None
+    if pre == "qwen35":
+        return split(
+            r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+            r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ), normalizers.NFC()
     assert pre == "qwen2"
     return split(
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -134,7 +139,7 @@ def published(pre: str) -> tuple[Any, Any]:
     ), normalizers.NFC()
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken", "gpt-4o", "qwen2"])
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "tekken", "gpt-4o", "qwen2", "qwen35"])
 def test_byte_level_ids_and_texts(pre: str, tmp_path: Path) -> None:
     source = trained(*published(pre))
     ours = read_tokenizer(file_of(tmp_path / "m.gguf", pre=pre, add_bos_token=False, **fields_of(source)))

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import Kind
 from hostile import GREEDY, PROMPT, SECONDS
 
 from outrider import LLM, ConfigError, ModelError, RequestError
 from outrider.checkpoints.gguf.file import GgufFile
+from outrider.checkpoints.hub import Checkpoint
 
 # ---- GGUF
 
@@ -130,6 +132,16 @@ def test_every_key_of_a_gguf_file(key: str, tmp_path: Path) -> None:
         if time.process_time() - began > SECONDS:
             wrong.append(f"{value[1][:20]!r} takes too long")
     assert not wrong, "\n".join(wrong)
+
+
+def test_a_bias_in_few_bits_has_the_shape_of_a_bias(tmp_path: Path) -> None:
+    path, name = tmp_path / "model.gguf", b"blk.0.attn_q.bias"
+    whole = gguf_bytes(FIELDS, {**TENSORS, name.decode(): (32,)})
+    header = name + struct.pack("<IQ", 1, 32)
+    assert whole.count(header) == 1
+    path.write_bytes(whole.replace(header + bytes(4), header + struct.pack("<I", Kind.Q8_0)))
+    bias = Checkpoint.open(str(path)).tensors().get("model.layers.0.self_attn.q_proj.bias", 32)
+    assert bias.shape == (32,)
 
 
 @pytest.mark.parametrize(

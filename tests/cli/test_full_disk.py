@@ -121,6 +121,28 @@ def test_search_results_on_a_full_disk_name_the_cure(tmp_path: Path, monkeypatch
 
 
 @no_dev_full
+def test_answers_of_a_batch_to_a_full_disk_name_file_and_cure(run: Run, tmp_path: Path) -> None:
+    asked = tmp_path / "requests.jsonl"
+    body = {"prompt": "Once", "max_tokens": 2}
+    request = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    asked.write_text(json.dumps(request))
+    done = run("run-batch", "builtin", "-i", asked, "-o", "/dev/full")
+    assert done.status == 2 and done.err.endswith(f"error: '/dev/full' {CURE}\n"), done.err
+
+
+def test_resume_of_a_batch_on_a_full_disk_leaves_the_answers(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, out = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    asked.write_text("")
+    out.write_text(text := json.dumps({"custom_id": "a", "response": {"status_code": 429}}) + "\n")
+    monkeypatch.setattr("os.fsync", full)
+    done = run("run-batch", "builtin", "-i", asked, "-o", out, "--resume")
+    assert done.status == 2 and done.err == f"error: {str(out)!r} {CURE}\n", done.err
+    assert out.read_text() == text and {*tmp_path.iterdir()} == {asked, out}
+
+
+@no_dev_full
 def test_json_of_a_benchmark() -> None:
     with pytest.raises(OSError, match=f"^'/dev/full' {CURE}$"), open("/dev/full", "a") as sink:
         try:

@@ -6,7 +6,8 @@ import pytest
 
 from outrider.core.reasoning import ReasoningMarkers, Thought
 
-THINK = ReasoningMarkers("<think>", "</think>")
+THINK = ReasoningMarkers("<think>", "</think>", ("<call>",))
+OPENED = THINK._replace(begin="")
 TEXTS = [  # text, whether the prompt opens the reasoning, reasoning, answer
     ("<think>\nSo, 2 < 3.\n</think>\n\nYes.", False, "So, 2 < 3.", "Yes."),
     ("\n<think>a</think>b</think>", False, "a", "b</think>"),
@@ -18,6 +19,10 @@ TEXTS = [  # text, whether the prompt opens the reasoning, reasoning, answer
     ("still at it", True, "still at it", None),
     ("", False, "", ""),
     ("", True, "", None),
+    ("a < b\n<call>{}</call>", True, "a < b", "<call>{}</call>"),
+    ("<think>a<call>{}</think>", False, "a", "<call>{}</think>"),
+    ("<think>a</think> b <call>{}", False, "a", "b <call>{}"),
+    ("<think>a <ca", False, "a <ca", None),
 ]
 
 
@@ -25,7 +30,7 @@ TEXTS = [  # text, whether the prompt opens the reasoning, reasoning, answer
 def test_reasoning_and_answer_of_a_growing_text_are_never_taken_back(
     text: str, opened: bool, reasoning: str, answer: str | None
 ) -> None:
-    markers = THINK._replace(begin="") if opened else THINK
+    markers = OPENED if opened else THINK
     before = Thought("", None)
     for end in range(len(text) + 1):
         now = markers.split(text[:end], end == len(text))
@@ -40,7 +45,7 @@ def test_reasoning_and_answer_of_a_growing_text_are_never_taken_back(
     ("prompt", "expected"),
     [
         ("<|assistant|>\n", THINK),
-        ("<|assistant|>\n<think>\n", ReasoningMarkers("", "</think>")),
+        ("<|assistant|>\n<think>\n", OPENED),
         ("<|assistant|>\n<think>\n\n</think>\n\n", None),
         ("What is <think>?<|assistant|>", THINK),
     ],
@@ -52,7 +57,8 @@ def test_the_end_of_a_prompt_tells_whether_a_reasoning_has_begun(prompt: str, ex
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("<think>\nLet me", ReasoningMarkers("", "</think>")),
+        ("<think>\nLet me", OPENED),
+        ("<think>\nLet me<call>", None),
         ("<think>\nLet me</think>\nIt is", None),
         ("Let me</think>\nIt is", None),
         ("It is", THINK),
@@ -60,3 +66,18 @@ def test_the_end_of_a_prompt_tells_whether_a_reasoning_has_begun(prompt: str, ex
 )
 def test_a_continued_text_tells_whether_it_thinks(text: str, expected: object) -> None:
     assert THINK.within(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ("<think>\nOkay, so", OPENED),
+        ("<think>", OPENED),
+        ("<think>a</think>\n", None),
+        ("<think>a</think> Yes. And", THINK),
+        ("<think>a<call>", THINK),
+        ("And", THINK),
+    ],
+)
+def test_a_turn_may_end_within_its_reasoning(turn: str, expected: object) -> None:
+    assert THINK.continued(turn) == expected

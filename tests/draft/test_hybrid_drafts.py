@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hybrid_texts import Case, prompts, sampling, texts
+from hybrid_texts import POSITIONS, Case, prompts, sampling, texts
 from hybrids import write
 
+from outrider import LLM
+from outrider.core.block_table import PAGE
 from outrider.core.recurrent import RecurrentRows
 from outrider.core.tree import Draft
 from outrider.draft.draft_model.chain_states import ChainStates
 from outrider.engine import memory
-from outrider.testing import check_idle, run_staggered, visible_parts
+from outrider.testing import bare_checkpoint, check_idle, run_staggered, visible_parts
 
 DEPTH = 4
 
@@ -88,3 +90,35 @@ def test_another_hybrid_drafts(case: Case, tmp_path: Path, monkeypatch: pytest.M
     assert case.llm.engine.scheduler.preemptions
     states = case.llm.engine.drafter.states  # type: ignore[attr-defined]
     assert not states.numbers and len(states.free) == 3, "one for each row that ran at once"
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "Llama"])
+def test_fewer_requests_run_where_states_of_drafts_leave_no_memory(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """States of target and draft take half of the memory at most, and everything is within the limit."""
+    limit, target, draft = 1_000_000, tmp_path / "target", tmp_path / "draft"
+    write("qwen3.5", draft)
+    if family == "Llama":
+        bare_checkpoint(target, family, seed=3)
+    else:
+        write(family, target)
+    given = prompts()[:2], sampling(0.0)[:2]
+    expected = texts(LLM(str(target), max_model_len=POSITIONS), *given)
+    for count in (16, 32, 64):
+        llm = LLM(
+            str(target),
+            max_model_len=POSITIONS,
+            kv_cache_memory_bytes=limit,
+            max_num_seqs=count,
+            speculative_config={"method": "draft_model", "model": str(draft)},
+        )
+        engine, drafter = llm.engine, llm.engine.drafter
+        each = engine.decoder.state_bytes(drafter.size(drafter.depth)) + drafter.state_bytes(engine.device)
+        most = limit // 2 // each.total()
+        assert engine.scheduler.limits.max_num_seqs == min(count, most)
+        kv = (engine.decoder.footprint + drafter.footprint(engine.device)).total() * PAGE
+        snapshots = len(engine.cache.snapshots.slots) * engine.decoder.state_bytes(0).total()
+        assert min(count, most) * each.total() + engine.cache.pages * kv + snapshots <= limit
+    assert 1 < most < 64 and f"{most} requests run at once, not 64 (max_num_seqs)" in caplog.text
+    assert texts(llm, *given) == expected

@@ -231,7 +231,7 @@ def test_what_a_lean_hybrid_refuses(tmp_path: Path) -> None:
     assert not needs_fallback(checkpoint)
     with pytest.raises(ConfigError, match="has recurrent layers and runs on one device"):
         needs_fallback(checkpoint, split=True)
-    with pytest.raises(ConfigError, match=r"enable_lora is for .* not for Qwen3_5ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"enable_lora is for .* not Qwen3_5ForCausalLM"):
         LLM(str(tmp_path), enable_lora=True)
     with pytest.raises(ConfigError, match="layers can be skipped in"):
         lean(tmp_path, torch.float32).layer_range(0, 2)

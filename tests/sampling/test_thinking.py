@@ -12,8 +12,9 @@ from outrider.core.processor import Ids
 from outrider.core.reasoning import ReasoningMarkers
 from outrider.sampling.thinking import ThinkingBudget
 
-PIECES = ["a", "b", "c", "<t", "h>", "</", "t", "h>d", "x<", "<th>", "</th>"]  # spellings of the markers
-MARKERS, END = ReasoningMarkers("<th>", "</th>"), [5, 6, 4]
+# spellings of the markers
+PIECES = ["a", "b", "c", "<t", "h>", "</", "t", "h>d", "\n<", "<th>", "</th>", "<call>", "<ca", "ll>"]
+MARKERS, END = ReasoningMarkers("<th>", "</th>", ("<call>",)), [5, 6, 4]
 V = len(PIECES)
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0))
 CASES = [  # output, whether the prompt has opened a reasoning, budget, the forced token
@@ -36,12 +37,17 @@ CASES = [  # output, whether the prompt has opened a reasoning, budget, the forc
     ([], True, 0, 5),
     ([10, 0, 1, 2], True, 2, None),
     ([9, 0, 9, 1], False, 2, 5),  # a begin within it is part of it
-    ([9, 0, 10, 1, 9, 2, 2], False, 2, 5),  # a second one counts anew
+    ([9, 0, 10, 1, 9, 2, 2], False, 2, None),  # one in the answer is a part of it
+    ([0, 9, 2, 2, 2], False, 2, None),
+    ([10, 9, 2, 2, 2], True, 2, None),
+    ([9, 0, 11, 1, 1], False, 2, None),  # a call ends it
+    ([0, 12, 13, 1, 1], True, 4, None),
 ]
 
 
 def made(opened: bool, budget: int) -> ThinkingBudget:
-    return ThinkingBudget(2, opened, MARKERS, END, budget, PIECES.__getitem__)
+    markers = MARKERS._replace(begin="") if opened else MARKERS
+    return ThinkingBudget(2, markers, END, budget, PIECES.__getitem__)
 
 
 @pytest.mark.parametrize(("output", "opened", "budget", "expected"), CASES)
@@ -71,6 +77,8 @@ def test_what_other_processors_forbid_is_forced_all_the_same() -> None:
         {"thinking_token_budget": 5},
         {"thinking_token_budget": -2, "reasoning_markers": ("a", "b")},
         {"thinking_token_budget": 5, "reasoning_markers": ("a", "")},
+        {"thinking_token_budget": 5, "reasoning_markers": ("a", "b", "")},
+        {"thinking_token_budget": 5, "reasoning_markers": ("a",)},
     ],
 )
 def test_wrong_budgets_are_refused(given: dict[str, Any]) -> None:
@@ -101,3 +109,36 @@ def test_a_reasoning_ends_at_its_budget_with_and_without_speculation(temperature
         assert tokens == other.outputs[0].token_ids
         assert tokens[:budget] == long.outputs[0].token_ids[:budget]
         assert tokens[budget : budget + len(ending)] == ending
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("builtin", max_model_len=256, speculative_config={"method": "off"})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "bounded"),
+    [
+        ("<think> Okay, so", True),
+        ("<|user|>Hi<|assistant|><think> Okay, so", True),
+        ("<|user|>What is <think>?<|assistant|>", False),  # of another turn
+        ("<|user|>Hi<|assistant|><think>x</think>", False),
+    ],
+)
+def test_a_prompt_may_end_within_the_reasoning(prompt: str, bounded: bool, llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=24, thinking_token_budget=3, reasoning_markers=("<think>", "</think>")
+    )
+    assert ("</think>" in llm.generate([prompt], params)[0].outputs[0].text) == bounded
+
+
+def test_a_form_without_a_reasoning_has_no_budget(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=24,
+        thinking_token_budget=3,
+        reasoning_markers=("<think>", "</think>"),
+        structured_outputs={"regex": "[a-z ]{12}"},
+    )
+    (output,) = llm.generate(["Say <think>"], params)
+    assert len(output.outputs[0].text) == 12

@@ -10,7 +10,13 @@ import openai
 import pytest
 from served import Served, forked
 
+from outrider.core.reasoning import ReasoningMarkers
+from outrider.serve.chat import Reply
+from outrider.serve.protocol import ChatBody
 from outrider.serve.reasoning import markers_for
+from outrider.serve.sampling import params_of
+from outrider.serve.tool_choice import ToolUse
+from outrider.serve.tools import PARSERS
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -246,8 +252,16 @@ def test_a_budget_needs_known_markers(server: Served) -> None:
         assert server.post(path, {**body, "max_tokens": 1, "thinking_token_budget": -1}).status_code == 200
 
 
-def test_an_answer_between_markers_of_its_own_is_read_without_them() -> None:
-    markers, text = markers_for("hunyuan_a13b", ""), "<think>\nSo\n</think>\n<answer>\nYes </b>\n</answer>"
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hunyuan_a13b", "<think>\nSo\n</think>\n<answer>\nYes </b>\n</answer>"),
+        ("hunyuan_a13b", "<think>\nSo\n</think>\n<answer>Yes </b></answer>"),
+        ("ernie45", "<think>\nSo\n</think>\n\n<response>\nYes </b>\n</response>\n"),
+    ],
+)
+def test_an_answer_between_markers_of_its_own_is_read_without_them(name: str, text: str) -> None:
+    markers = markers_for(name, "")
     assert markers is not None
     answer = ""
     for end in range(len(text) + 1):
@@ -257,6 +271,43 @@ def test_an_answer_between_markers_of_its_own_is_read_without_them() -> None:
     assert (thought.reasoning, answer) == ("So", "Yes </b>")
     assert text[thought.start :].startswith("Yes")
     assert markers.split("<think>So</think>Yes", True).answer == "Yes", "without its own"
-    assert markers_for("auto", "<think></think><answer>") is markers
-    assert markers_for("auto", "<think></think>") == ("<think>", "</think>")
-    assert markers_for("gemma4", "") == ("<|channel>thought", "<channel|>")
+
+
+def test_the_template_names_the_markers() -> None:
+    assert markers_for("auto", "<think></think><answer>") is markers_for("hunyuan_a13b", "")
+    assert markers_for("auto", "<think></think><response>") is markers_for("ernie45", "")
+    assert markers_for("auto", "<think></think>") is markers_for("qwen3", "")
+    assert markers_for("gemma4", "") == ReasoningMarkers("<|channel>thought", "<channel|>")
+
+
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"), [("kimi_k2", KIMI), ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>')]
+)
+def test_a_call_ends_a_reasoning_that_the_model_has_not_closed(name: str, call: str) -> None:
+    use = ToolUse.of([{"type": "function", "function": {"name": "f"}}], "auto", None)
+    reply = Reply(PARSERS[name], use, markers=markers_for("kimi_k2", ""))
+    text = "<think>I look at f. " + call
+    for end in range(len(text) + 1):
+        parsed = reply.read(text[:end], "stop" if end == len(text) else None)
+        assert "I look at f.".startswith(parsed.reasoning) and not parsed.content, text[:end]
+    assert [(each.name, each.arguments) for each in parsed.calls] == [("f", "{}")]
+
+
+def test_a_budget_ends_at_calls_if_there_may_be_any() -> None:
+    markers = markers_for("qwen3", "")
+    assert markers is not None
+    body = ChatBody(messages=MESSAGES, thinking_token_budget=5)
+    made = params_of(body, {}, None, markers, markers, calls=True)
+    assert made.reasoning_markers == ("<think>", "</think>", "<tool_call>", "<|tool_calls_section_begin|>")
+    form = {"regex": "a"}
+    for other in (
+        params_of(body, {}, None, markers, markers),
+        params_of(body, {}, form, markers, markers, calls=True),
+    ):
+        assert other.reasoning_markers == ("<think>", "</think>")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from outrider.outputs import CompletionOutput
+from outrider.serve.chat import Chat, Reply
+from outrider.serve.protocol import ChatBody
 from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser
+from outrider.serve.tool_choice import ToolUse
 from outrider.serve.tools import HERMES, PARSERS, parser_for
 
 CALLS = [("add", {"a": 1, "b": [2, "x"]}), ("now", {})]
@@ -213,3 +218,27 @@ def test_a_parameter_without_an_end_or_that_comes_twice_spoils_no_other() -> Non
 def test_a_value_of_another_type_than_its_schema_is_text() -> None:
     (call,) = PARSERS["qwen3_coder"].parse(XML.replace("\n1\n", "\none\n"), True, SCHEMAS).calls
     assert json.loads(call.arguments)["a"] == "one"  # what is no JSON can only be text
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+def test_a_long_call_is_not_parsed_at_each_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = "if x:\n    print('x')\n" * 1000
+    text = f"[f(a={value!r})]"
+    if name == "hermes":
+        text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': {'a': value}})}</tool_call>"
+    reads = list[int]()
+    reply = Reply(PARSERS[name], ToolUse.of([{"type": "function", "function": {"name": "f"}}], "auto", None))
+    read = reply.read
+    monkeypatch.setattr(reply, "read", lambda text, reason: reads.append(len(text)) or read(text, reason))
+    body = ChatBody(messages=[{"role": "user", "content": "Hello"}])
+    chat: Any = Chat(None, body, None, reply)  # type: ignore[arg-type]
+    arguments, sizes = "", list[int]()
+    for end in range(4, len(text) + 4, 4):
+        sample = CompletionOutput(0, text[:end], [], "stop" if end >= len(text) else None)
+        for part in chat.delta(0, sample):
+            for call in part["delta"].get("tool_calls", ()):
+                arguments += call["function"]["arguments"]
+                sizes.append(end)
+    assert json.loads(arguments) == {"a": value} and part["finish_reason"] == "tool_calls"
+    assert len(sizes) > 200 and sizes[1] - sizes[0] <= 8, "a short call comes token by token"
+    assert len(reads) < len(text) / 4 / 4

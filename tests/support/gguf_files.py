@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf_hybrids import DELTA_NAMES, HYBRID_TYPES, changed, delta_fields, file_name, layout
 from helpers import answer, decoder_of, text_logits
 from safetensors.torch import load_file, save_file
 
@@ -67,10 +68,14 @@ ARCHITECTURE = {
     "LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3",
     "MixtralForCausalLM": "llama", "Qwen3MoeForCausalLM": "qwen3moe", "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss",
+    "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "Qwen3NextForCausalLM": "qwen3next",
 }  # fmt: skip
 
 
 def theirs(name: str, names: dict[str, str] = NAMES) -> str:
+    if (whole := file_name(name)) is not None:
+        return whole
     stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
@@ -91,7 +96,8 @@ def base_fields(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if inner := getattr(config, "intermediate_size", None):
+        writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
@@ -104,7 +110,9 @@ def base_fields(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if experts := getattr(config, "num_local_experts", None):
+    if config.model_type in HYBRID_TYPES:
+        delta_fields(writer, config)
+    elif experts := getattr(config, "num_local_experts", None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if inner := getattr(config, "moe_intermediate_size", None):
@@ -125,6 +133,13 @@ def tokenizer_fields(writer: gguf.GGUFWriter) -> None:
     writer.add_eos_token_id(1)
 
 
+def encoded(numbers: np.ndarray, kind: str, seed: int) -> np.ndarray:
+    """The numbers as the file holds them; random ones for the types that the package cannot write."""
+    if kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ3_S"):
+        return random_blocks(kind, numbers.shape, seed, 0.4)
+    return gguf.quantize(np.ascontiguousarray(numbers), Kind[kind])
+
+
 def write(
     path: Path,
     source: str | Path,
@@ -140,38 +155,33 @@ def write(
     file = Path(source) / "model.safetensors"
     tensors = load_file(file)
     usual = {stored: own for own, stored in own_names(tensors).items()}
+    is_hybrid = config.model_type in HYBRID_TYPES
     names = NAMES | (OUTPUT_NORMS if config.model_type in ("gemma2", "gemma3_text") else {})
+    names |= DELTA_NAMES if is_hybrid else {}
     joined: dict[str, list[tuple[int, np.ndarray]]] = {}  # experts of a layer are one tensor
     for i, (name, tensor) in enumerate(sorted(tensors.items())):
-        kind = kinds(name) if tensor.dim() == 2 else "F32"
-        if kind in (
-            "Q2_K",
-            "Q3_K",
-            "Q4_K",
-            "Q5_K",
-            "Q6_K",
-            "IQ4_NL",
-            "IQ4_XS",
-            "IQ3_S",
-        ):  # the package cannot write these
-            rows = random_blocks(kind, tuple(tensor.shape), i, 0.4)
-        else:
-            rows = gguf.quantize(tensor.numpy(), Kind[kind])
-        tensors[name] = torch.from_numpy(np.array(gguf.dequantize(rows, Kind[kind]), dtype=np.float32)).view(
-            tensor.shape
-        )
-        if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
-            rows = rows + 1
-        if config.model_type in ("llama", "mixtral") and ("q_proj" in name or "k_proj" in name):
-            rows = interleaved(rows, config.head_dim)
-        expert = EXPERT.fullmatch(own := usual.get(name, name))
-        if expert is None:
-            writer.add_tensor(theirs(own, names), rows, raw_dtype=Kind[kind])
-        else:
-            parts = joined.setdefault(theirs(expert[1] + expert[3]), [])
-            parts.append((int(expert[2]), rows))
-            if len(parts) == config.num_local_experts:
-                stacked = np.stack([rows for _, rows in sorted(parts, key=itemgetter(0))])
+        own = usual.get(name, name)
+        places = np.arange(tensor.numel()).reshape(tensor.shape)
+        parts = layout(own, places, config) if is_hybrid else {own: places}
+        for own, places in parts.items():
+            kind = kinds(name) if tensor.dim() == 2 and places.ndim == 2 else "F32"
+            rows = encoded(tensor.flatten().numpy()[places], kind, i)
+            rounded = torch.from_numpy(np.array(gguf.dequantize(rows, Kind[kind]), dtype=np.float32))
+            tensor.view(-1)[torch.from_numpy(places)] = rounded.view(places.shape)
+            if is_hybrid:
+                rows = changed(own, rows)
+            if config.model_type.startswith("gemma") and name.endswith("norm.weight"):
+                rows = rows + 1
+            if config.model_type in ("llama", "mixtral") and ("q_proj" in name or "k_proj" in name):
+                rows = interleaved(rows, config.head_dim)
+            expert = EXPERT.fullmatch(own)
+            if expert is None:
+                writer.add_tensor(theirs(own, names), rows, raw_dtype=Kind[kind])
+                continue
+            of_layer = joined.setdefault(theirs(expert[1] + expert[3]), [])
+            of_layer.append((int(expert[2]), rows))
+            if len(of_layer) == getattr(config, "num_experts" if is_hybrid else "num_local_experts"):
+                stacked = np.stack([rows for _, rows in sorted(of_layer, key=itemgetter(0))])
                 writer.add_tensor(theirs(expert[1] + expert[3]), stacked, raw_dtype=Kind[kind])
     for name, numbers in (extra or {}).items():
         writer.add_tensor(name, numbers)

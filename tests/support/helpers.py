@@ -51,6 +51,8 @@ def weight_bytes(llm: LLM) -> int:
     ]
     for experts in filter(None, (layer.experts for layer in decoder.layers)):
         linears += [experts.router, *experts.gate_up, *experts.down]
+    for delta in filter(None, (layer.delta for layer in decoder.layers)):
+        linears += [delta.qkvz, delta.gates]
     matrices = list({id(matrix): matrix for matrix in linears if matrix is not None}.values())
     vectors = [decoder.norm, *(getattr(layer, name) for layer in decoder.layers for name in VECTORS)]
     biases = [matrix.bias for matrix in matrices]

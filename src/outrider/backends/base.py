@@ -168,7 +168,7 @@ class FusedModel(Protocol):
         """
 
     def extends(self, chains: Chains) -> bool:
-        """Whether `draft_chain` takes these chains; else `Backend.pick_next` extends them, if it exists."""
+        """Whether `draft_chain` takes these chains; else `Backend.pick_next` extends them, if it is there."""
 
     def draft_chain(self, stack: Any, ends: Any, kv: LayerKV, chains: Chains) -> Chained:
         """Run the blocks over the step, then extend the chains."""

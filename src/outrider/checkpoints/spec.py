@@ -5,16 +5,18 @@ An unsupported model raises a ModelError with the reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.checkpoints.context import Context
-from outrider.checkpoints.delta_rule import DeltaRule
+from outrider.checkpoints.delta_rule import RECURRENT, DeltaRule
 from outrider.checkpoints.fields import (
     EPSILON,
     HEAD_COUNT,
     LAYER_COUNT,
     LENGTH,
+    SHARE,
     VOCABULARY,
     WIDTH,
     WINDOW,
@@ -41,6 +43,15 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": "Qwen3.5",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 with experts",
 }
+HYBRID_FAMILIES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+# that take adapters, and whose layers can be skipped or be on several devices
+ATTENTION_ONLY = tuple(name for name in FAMILIES if name not in HYBRID_FAMILIES)
+# that are trained
+DENSE = tuple(
+    name
+    for name in ATTENTION_ONLY
+    if name not in ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "GptOssForCausalLM")
+)
 # Others differ in what a block computes: see Spec.like_llama.
 LIKE_LLAMA = (
     "LlamaForCausalLM",
@@ -54,9 +65,7 @@ QK_NORMED = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
+    *HYBRID_FAMILIES,
 )
 SAME_DECODER: dict[str, tuple[str, dict[str, str]]] = {
     "mimo": ("qwen2", {}),
@@ -69,6 +78,7 @@ LAYER_TYPES = {
     "full_attention", "sliding_attention", "chunked_attention", "linear_attention", "conv", "hybrid", "mlp",
     "moe",
 }  # fmt: skip
+HYBRID_LAYER_TYPES = {"full_attention", RECURRENT}  # of the model types in HYBRIDS
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")  # model types
 GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # by tanh
 INNER = whole(1, 1 << 24)
@@ -127,8 +137,11 @@ class Experts:
     shared: int = 0
 
     @staticmethod
-    def of(config: Any, layers: int) -> Experts | None:
-        """None for a model without experts; the keys mean nothing in other families."""
+    def of(config: Any, layers: int, fixed: bool) -> Experts | None:
+        """None for a model without experts; the keys mean nothing in other families.
+
+        fixed: `DecoderVariant.fixed_routing`
+        """
         is_hybrid = config.model_type in HYBRIDS
         key = "num_experts" if is_hybrid else "num_local_experts"
         if config.model_type not in WITH_EXPERTS or not getattr(config, key, None):
@@ -137,10 +150,12 @@ class Experts:
         chosen = _size(config, "num_experts_per_tok", whole(1, count))
         if config.model_type in ("mixtral", "gpt_oss"):
             return Experts(count, chosen, _size(config, "intermediate_size", INNER), True, (True,) * layers)
-        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ()) or ()
-        sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
         inner = _size(config, "moe_intermediate_size", INNER)
         shared = _size(config, "shared_expert_intermediate_size", INNER) if is_hybrid else 0
+        if fixed:
+            return Experts(count, chosen, inner, True, (True,) * layers, shared)
+        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ()) or ()
+        sparse = (i not in dense and (i + 1) % step == 0 for i in range(layers))
         normalized = bool(getattr(config, "norm_topk_prob", True))
         return Experts(count, chosen, inner, normalized, tuple(sparse), shared)
 
@@ -186,7 +201,8 @@ class Spec(Facts):
             raise ModelError(
                 f"{name} has {facts.layers} layers (num_hidden_layers), and layer_types lists {len(kinds)}."
             )
-        experts = Experts.of(config, facts.layers)
+        variant = DecoderVariant.of(config, kinds)
+        experts = Experts.of(config, facts.layers, variant.fixed_routing)
         return Spec(
             **vars(facts),
             inner=_inner(config, experts),
@@ -196,7 +212,7 @@ class Spec(Facts):
             qk_norm=name in QK_NORMED,
             tied=bool(config.tie_word_embeddings),
             experts=experts,
-            variant=DecoderVariant.of(config, kinds),
+            variant=variant,
             rotated=rotated,
             recurrent=DeltaRule.of(name, config, kinds),
         )
@@ -231,7 +247,9 @@ def _rotated(config: Any, head_dim: int) -> int:
     """`Spec.rotated`.  The key means nothing in other families."""
     if config.model_type not in HYBRIDS:
         return 0
-    rotated = int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    share = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    SHARE.check(share, f"partial_rotary_factor of {architecture(config)}", ModelError)
+    rotated = int(head_dim * share)
     if rotated < 1:
         raise ModelError(f"partial_rotary_factor of {architecture(config)} leaves no dimension to rotate.")
     return rotated % head_dim
@@ -288,16 +306,27 @@ def refuse(config: Any) -> None:
             f"{name} keeps a recurrent state of a kind that is not supported: Outrider runs hybrids of "
             "attention with gated delta rules, Mamba or short convolutions."
         )
-    if unsupported := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if unsupported := kinds - LAYER_TYPES:
         raise ModelError(
             f"{name} has layers of the kind {', '.join(sorted(unsupported))}: Outrider verifies trees in "
             "full, sliding-window and chunked attention and in recurrent layers."
+        )
+    if kind in HYBRIDS and (unsupported := kinds - HYBRID_LAYER_TYPES):
+        raise ModelError(
+            f"{name} has layers of the kind {', '.join(sorted(unsupported))} (layer_types): this family has "
+            f"{' and '.join(sorted(HYBRID_LAYER_TYPES))} only."
         )
     if name not in FAMILIES and name not in causal(config):
         raise ModelError(
             f"{name} is not supported: Outrider runs causal language models, and for model_type {kind!r} "
             f"transformers has {' or '.join(causal(config)) or 'none'}."
         )
+
+
+def listed(families: Sequence[str], refused: str) -> str:
+    """Families for an error, but for the refused one: of that one the reason is in the rest of the error."""
+    return ", ".join(name for name in families if name != refused)
 
 
 def causal(config: Any) -> list[str]:

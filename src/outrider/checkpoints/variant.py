@@ -26,6 +26,7 @@ class DecoderVariant:
     sinks:           every head has an attention sink (`ScoreModifier`)
     query_gates:     the attention's output is multiplied with the sigmoid of a gate, which q_proj makes too
     gate_slope, gate_limit: as in `LayerExperts`
+    fixed_routing:   all layers have experts whose weights sum to 1, also if config keys differ
     attention_biases, expert_biases: whether the files must have biases of q, k, v and o, and those of routers
         and experts
     """
@@ -42,6 +43,7 @@ class DecoderVariant:
     query_gates: bool = False
     gate_slope: float = 0.0
     gate_limit: float = 0.0
+    fixed_routing: bool = False
     attention_biases: bool = False
     expert_biases: bool = False
 
@@ -59,7 +61,9 @@ class DecoderVariant:
                 expert_biases=True,
             )
         if config.model_type in HYBRIDS:
-            return DecoderVariant(unit_norms=True, query_gates=True)
+            # transformers' router of Qwen3.5 does not read the keys, which files may have from Qwen3-Next
+            fixed = config.model_type != "qwen3_next"
+            return DecoderVariant(unit_norms=True, query_gates=True, fixed_routing=fixed)
         if not config.model_type.startswith("gemma"):
             return DecoderVariant()
         scale = config.hidden_size**0.5

@@ -63,10 +63,10 @@ def root(
 
 for command in (generate, chat, bench, estimate, verify, models, quantize, train, export, demo):
     app.command()(command)
-for command in (serve, run_batch):
+for with_options in (serve, run_batch):
     app.command(
         add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
-    )(command)
+    )(with_options)
 app.add_typer(datastore.app, name="datastore")
 app.add_typer(tune.app, name="tune")
 app.add_typer(online.app, name="online")

@@ -56,13 +56,13 @@ OBJECTS = {
 }
 
 
-def serve(context: typer.Context) -> None:
+def serve(context: typer.Context) -> int:
     """Serve a model with OpenAI's protocol: outrider serve MODEL --port 8000.  --help lists the options."""
     about = """Serve a model with OpenAI's protocol.
 
     Example:  outrider serve builtin --speculative-config '{"model": "builtin-draft"}' --port 8000
     """
-    run_with_options(context, Command("outrider serve", about, start))
+    return run_with_options(context, Command("outrider serve", about, start))
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,16 @@ class Command:
     server: tuple[str, ...] | None = None
 
 
-def run_with_options(context: typer.Context, command: Command) -> None:
+def run_with_options(context: typer.Context, command: Command) -> int:
+    """Run a command with its options.  Returns the exit status: 130 after Ctrl-C."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=CONTEXT)
     app.command()(function_of(command))
     options = {
         name: each.opts[0] for each in get_command(app).params for name in (*each.opts, *each.secondary_opts)
     }
     words = sized(nested(configured(context.args, options), OBJECTS))
-    app(repeated(words, SEVERAL), prog_name=command.name, standalone_mode=False)
+    status = app(repeated(words, SEVERAL), prog_name=command.name, standalone_mode=False)
+    return status if isinstance(status, int) else 0
 
 
 def function_of(command: Command) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from outrider.core.structured import MARKERS, StructuredOutputs
+from outrider.core.structured import ENDED_BY_CALLS, StructuredOutputs
 from outrider.core.validate import (
     Count,
     Flag,
@@ -142,7 +142,8 @@ class SamplingParams:
     draft_method                name of the one of several methods that drafts for this request; None: all
     thinking_token_budget       tokens of a reasoning after which its end marker is forced; None or -1: any
                                 number
-    reasoning_markers           begin and end of a reasoning, which a budget needs: ("<think>", "</think>")
+    reasoning_markers           begin and end of a reasoning, which a budget needs: ("<think>", "</think>");
+                                maybe texts that end it, too: ("<think>", "</think>", "<tool_call>")
     max_draft_tokens            depth of this request's draft trees at most; None: no limit of its own
 
     Raises RequestError naming the parameter, its value and the valid range.
@@ -180,7 +181,7 @@ class SamplingParams:
     prediction: Annotated[Sequence[int] | str | None, PREDICTION] = ()
     draft_method: Text | None = None
     thinking_token_budget: Annotated[int | None, BUDGET] = None
-    reasoning_markers: Annotated[Sequence[str], MARKERS] | None = None
+    reasoning_markers: Annotated[Sequence[str], ENDED_BY_CALLS] | None = None
 
     def __init__(self, *unnamed: Any, **given: Any) -> None:
         if unnamed:

@@ -31,14 +31,21 @@ SCHEMA = Kind("a JSON schema: a dict, or its text", lambda value: isinstance(val
 CHOICE = list_of("texts that are not empty", TEXT)
 
 
-def _markers(value: Any) -> bool:
-    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(isinstance(v, str) for v in value):
+def _texts(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or len(value) < 2 or not all(isinstance(v, str) for v in value):
         return False
     halves = any("\ud800" <= letter <= "\udfff" for letter in "".join(value))  # of surrogate pairs
-    return bool(value[1]) and not halves
+    return all(value[1:]) and not halves
+
+
+def _markers(value: Any) -> bool:
+    return _texts(value) and len(value) == 2
 
 
 MARKERS = Kind('two texts such as ("<think>", "</think>")', _markers)
+ENDED_BY_CALLS = Kind(
+    'texts such as ("<think>", "</think>") or ("<think>", "</think>", "<tool_call>")', _texts
+)
 TRUE = Kind("True or False", lambda value: value is None or value is True)
 Filled = Annotated[str, Kind("a text that is not empty", TEXT.accepts)]
 
@@ -88,10 +95,11 @@ class StructuredOutputs:
             raise RequestError(f"{WHERE}: whitespace_pattern has no effect beside disable_any_whitespace.")
 
     def behind(self, prompt: str) -> StructuredOutputs:
-        """The same for the output behind a prompt, whose end tells whether a reasoning can come first."""
+        """The same for the output behind a prompt's last turn, which tells whether a reasoning can come."""
         if self.reasoning is None:
             return self
-        return replace(self, reasoning=ReasoningMarkers(*self.reasoning).behind(prompt))
+        markers = ReasoningMarkers.of(self.reasoning).continued(prompt)
+        return replace(self, reasoning=markers and markers.texts)
 
     @staticmethod
     def of(given: Any) -> StructuredOutputs | None:

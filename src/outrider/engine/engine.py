@@ -12,7 +12,7 @@ from typing import Any
 from outrider.backends.select import adopt_threads
 from outrider.cache.pages import Cache
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import FAMILIES
+from outrider.checkpoints.spec import ATTENTION_ONLY, listed
 from outrider.config import EngineOptions, SpeculativeOptions
 from outrider.control import Controller
 from outrider.control.fixed import FixedController
@@ -109,12 +109,13 @@ class Engine:
             refuse_chain_rules(speculation.rule, drafter)
         online = speculation.online
         learner = None if online is None else Learner(drafter, online, self)
-        cache, drafter_caches = build_cache(self.decoder, drafter, self.max_len, max_nodes, self.options)
+        memory = build_cache(self.decoder, drafter, self.max_len, max_nodes, self.options)
         adaptive = self.controllers.make(drafter, limits, speculation) if speculation.adaptive else []
         texts = [method(method.Options(), self.target) for method in automatic()]
         # from here on nothing raises
         self.drafter, self.rule, self.learner = drafter, speculation.rule, learner
-        self.cache, self.drafter_caches = cache, drafter_caches
+        self.cache, self.drafter_caches = memory.cache, memory.drafter_caches
+        self.max_num_seqs = memory.max_num_seqs
         self.proposer = Joined(drafter, texts, learner)
         self.verify: Callable[[Batch, ForwardOutput], None] = self.rule
         self.flights, self.overlap = deque[Flight](), self.decoder.stages  # steps in flight at once
@@ -127,8 +128,10 @@ class Engine:
         for each in adaptive:
             each.settles = self.ahead
         self.controller: Controller = adaptive[0] if adaptive else limits
-        self.row_states = RowStates.of(cache)
-        self.runner = Runner(self.decoder, cache.pools[0], self.sampler, self.rule.kernel, self.row_states)
+        self.row_states = RowStates.of(self.cache)
+        self.runner = Runner(
+            self.decoder, self.cache.pools[0], self.sampler, self.rule.kernel, self.row_states
+        )
         self.pacer = PrefillPacer(self.options.max_num_batched_tokens, self.options.max_decode_slowdown)
         self.scheduler = self.build_scheduler()
         self.reset()
@@ -136,8 +139,7 @@ class Engine:
     def build_scheduler(self) -> Scheduler:
         """A scheduler for the drafter, controller and pacer in use."""
         drafter, options = self.drafter, self.options
-        max_num_seqs = self.cache.states or options.max_num_seqs
-        limits = Limits(max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
+        limits = Limits(self.max_num_seqs, options.max_num_batched_tokens, drafter.needs.lookbehind)
         hooks = Hooks(self._likely, self.pacer.budget, drafter.filled, self.proposer.forget)
         return Scheduler(self.cache, limits, hooks, self.adapters)
 
@@ -146,8 +148,8 @@ class Engine:
 
     def _adapters(self) -> Adapters:
         if not self.decoder.adapts:
-            supported, name = ", ".join(FAMILIES), self.checkpoint.spec.architecture
-            raise ConfigError(f"enable_lora is for {supported}, not for {name}: leave it out.")
+            name = self.checkpoint.spec.architecture
+            raise ConfigError(f"enable_lora is for {listed(ATTENTION_ONLY, name)}, not {name}: leave it out.")
         return Adapters(self.decoder, self.options.max_loras, self.options.max_lora_rank)
 
     def step(self) -> list[Row]:

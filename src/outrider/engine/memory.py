@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,23 +29,35 @@ SNAPSHOTS = 4  # of recurrent states, for each request that may run
 NO_BYTES: Mapping[torch.device, int] = {}
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The page allocator with the pools of target and drafter, and the drafter's own allocators.
+
+    max_num_seqs: requests that run at once; fewer than the option where recurrent states leave no memory
+    """
+
+    cache: Cache
+    drafter_caches: Sequence[Cache]
+    max_num_seqs: int
+
+
 def build_cache(
     target: Model, drafter: Drafter, max_len: int, max_nodes: int, options: EngineOptions
-) -> tuple[Cache, Sequence[Cache]]:
-    """The page allocator with the pools of target and drafter, and the drafter's own allocators.
+) -> Memory:
+    """Plan the K/V memory and allocate it.
 
     max_nodes: of the largest draft tree.
     Raises CapacityError if one full request does not fit.
     """
     slot_bytes = target.footprint + drafter.footprint(target.device)
     working = working_bytes(target, max_len, max_nodes, options)
-    each = target.state_bytes(max_nodes)
-    states = plan_states(each, options)
-    all_states = Counter({device: states * size for device, size in each.items()})
-    for device, size in drafter.state_bytes(target.device).items():
-        all_states[device] += options.max_num_seqs * size
-    one, request = target.state_bytes(0), -(-max_len // PAGE) * PAGE * slot_bytes.total()
-    taken = all_states.total() + request + working.total()
+    own, one = target.state_bytes(max_nodes), target.state_bytes(0)
+    each = own + drafter.state_bytes(target.device)
+    request = Counter({device: -(-max_len // PAGE) * PAGE * size for device, size in slot_bytes.items()})
+    rows = plan_rows(each, request + working, options)
+    states = rows if own else 0
+    all_states = Counter({device: rows * size for device, size in each.items()})
+    taken = all_states.total() + request.total() + working.total()
     num_snapshots = plan_snapshots(one, states, taken, options)
     all_states += Counter({device: num_snapshots * size for device, size in one.items()})
     num_pages = plan_pages(slot_bytes, max_len, max_nodes, options, working, all_states)
@@ -56,9 +69,9 @@ def build_cache(
         pool.states.grow(states + num_snapshots)
     storage = drafter.allocate(num_pages * PAGE, pool)
     cache.pools = [pool, *storage.pools]
-    for own in storage.caches:
-        own.prefix_caching = cache.prefix_caching
-    return cache, storage.caches
+    for drafter_cache in storage.caches:
+        drafter_cache.prefix_caching = cache.prefix_caching
+    return Memory(cache, storage.caches, rows)
 
 
 def plan_pages(
@@ -97,26 +110,33 @@ def plan_pages(
     return pages
 
 
-def plan_states(each: Counter[torch.device], options: EngineOptions) -> int:
-    """State slots: one for each of max_num_seqs requests, as far as they fit in half of the K/V memory.
+def plan_rows(each: Counter[torch.device], others: Mapping[torch.device, int], options: EngineOptions) -> int:
+    """Requests that run at once: max_num_seqs, as far as their states fit in half of the K/V memory.
 
-    each: bytes of one request (`Model.state_bytes`); without any, there are no slots.
+    each: bytes of the recurrent states of one request, of target and draft together, by device.
+    others: bytes of the K/V of a full request, and of what a step computes, for which there must be room too.
     """
-    if not each:
-        return 0
-    limit, share = options.kv_cache_memory_bytes, options.gpu_memory_utilization
-    slots = options.max_num_seqs
-    for device, size in each.items():
-        slots = max(1, min(slots, (limit or free_memory(device, share)) // 2 // size))
-    if slots < options.max_num_seqs:
+    limit, share, rows = options.kv_cache_memory_bytes, options.gpu_memory_utilization, options.max_num_seqs
+    if limit and each:
+        rows = min(rows, _half(limit, sum(others.values())) // each.total())
+    elif not limit:
+        for device, size in each.items():
+            rows = min(rows, _half(free_memory(device, share), others.get(device, 0)) // size)
+    rows = max(1, rows)
+    if rows < options.max_num_seqs:
         log.warning(
-            "%d requests run at once, not %d: recurrent states take %s bytes for each, and those of all may "
-            "take half of the K/V memory",
-            slots,
+            "%d requests run at once, not %d (max_num_seqs): recurrent states take %s bytes for each, and "
+            "those of all may take half of the K/V memory",
+            rows,
             options.max_num_seqs,
             f"{each.total():,}",
         )
-    return slots
+    return rows
+
+
+def _half(memory: int, others: int) -> int:
+    """Half of the memory, or less if that leaves no room for the others."""
+    return max(0, min(memory // 2, memory - others))
 
 
 def plan_snapshots(one: Counter[torch.device], states: int, taken: int, options: EngineOptions) -> int:

@@ -99,19 +99,22 @@ class LayerReader:
         qkvz = [(f"{at}.in_proj_qkv", channels), (f"{at}.in_proj_z", values)]
         gates, order = [(f"{at}.in_proj_b", rule.heads), (f"{at}.in_proj_a", rule.heads)], NO_ORDER
         if rule.by_key_head:
-            qkvz = [(f"{at}.in_proj_qkvz", channels + values)]
-            gates = [(f"{at}.in_proj_ba", 2 * rule.heads)]
-            order = dict(zip((qkvz[0][0], gates[0][0]), _key_head_orders(rule)))
+            joined, gates = (f"{at}.in_proj_qkvz", channels + values), [(f"{at}.in_proj_ba", 2 * rule.heads)]
+            order = dict(zip((joined[0], gates[0][0]), _key_head_orders(rule)))
+            if f"{at}.in_proj_qkv.weight" not in self.weights:  # GGUF files have q, k, v and z in order
+                qkvz = [joined]
 
         def vector(name: str, *shape: int) -> Tensor:
             return self.weights.get(f"{at}.{name}", *shape).float().to(backend.device)
 
+        in_gguf = f"{at}.A" in self.weights
+        rates = vector("A", rule.heads) if in_gguf else -vector("A_log", rule.heads).exp()
         delta = LayerDelta(
             self._fused(backend, qkvz, hidden, self.bits, order),
             self._fused(backend, gates, hidden, None, order),
             taps=vector("conv1d.weight", channels, 1, rule.taps)[:, 0].T.contiguous(),
             bias=vector("dt_bias", rule.heads).contiguous(),
-            rates=-vector("A_log", rule.heads).exp(),
+            rates=rates,
             norm=vector("norm.weight", rule.dim).repeat(rule.heads),
             key_heads=rule.key_heads,
             heads=rule.heads,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from outrider.checkpoints.gguf.names import FAMILIES as GGUF_FAMILIES
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import FAMILIES, Spec
+from outrider.checkpoints.spec import ATTENTION_ONLY, FAMILIES, Spec, listed
 from outrider.errors import ConfigError, ModelError
 from outrider.models.base import Model
 from outrider.models.decoder import Decoder
@@ -45,13 +46,15 @@ def needs_fallback(checkpoint: Checkpoint, quantization: str | None = None, spli
                 "out."
             )
         return False
-    supported = ", ".join(FAMILIES)
+    supported = listed([*FAMILIES], name)
     if split:
-        raise ConfigError(f"gpu_layers is for {supported}; {name} runs on one device: leave it out.")
+        several = listed(ATTENTION_ONLY, name)
+        raise ConfigError(f"gpu_layers is for {several}; {name} runs on one device: leave it out.")
     if quantization is not None:
         raise ConfigError(
             f"quantization {quantization!r} is for {supported}; {name} runs in its own numbers: leave it out."
         )
     if checkpoint.gguf:
+        supported = listed([f"{family}ForCausalLM" for family in GGUF_FAMILIES.values()], name)
         raise ModelError(f"{name} cannot be run from a GGUF file; only {supported} can: load a folder.")
     return True

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from outrider.checkpoints.heads import Head
-from outrider.checkpoints.spec import FAMILIES, Spec
+from outrider.checkpoints.spec import DENSE, Spec
 from outrider.draft import eagle, eagle3, hydra, medusa
 from outrider.draft.draft_model import DraftModel
 from outrider.drafting.base import Drafter
@@ -63,7 +63,7 @@ def _draft_model(drafter: DraftModel) -> Any:
     if not checkpoint or not readable or drafter.vocabulary != vocabulary:
         raise ConfigError(
             f"online: the draft {options.model!r} is not trained while serving: leave online out, or give "
-            f"one of {', '.join(FAMILIES)} in safetensors, with the target's vocabulary, in one process."
+            f"one of {', '.join(DENSE)} in safetensors, with the target's vocabulary, in one process."
         )
     spec = checkpoint.spec
     if isinstance(spec, Spec) and spec.experts is not None and any(spec.experts.layers):

@@ -66,7 +66,7 @@ class Sampler:
         if row.processors and _row_of(logits, at).isfinite().any():
             return RequestError(
                 "the request forbids every token: see its allowed_token_ids, bad_words, logit_bias, "
-                "min_tokens, logits_processors and structured_outputs."
+                "min_tokens, logits_processors, structured_outputs and thinking_token_budget."
             )
         return ModelError(
             "no token has a finite logit: the weights or the activations of the model overflow "

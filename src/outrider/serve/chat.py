@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from outrider.core.params import SamplingParams
 from outrider.core.reasoning import ReasoningMarkers, Thought
 from outrider.engine.detokenizer import Detokenizer
 from outrider.outputs import CompletionOutput
@@ -19,7 +20,7 @@ from outrider.serve.logprobs import of_token
 from outrider.serve.protocol import Calling, ChatBody
 from outrider.serve.sampling import check_budget, check_logprobs, params_of
 from outrider.serve.state import Server
-from outrider.serve.tool_calls import Parsed, ToolCall, ToolParser, listed
+from outrider.serve.tool_calls import Parsed, ParseSchedule, ToolCall, ToolParser, listed
 from outrider.serve.tool_choice import ToolUse
 from outrider.serve.tools import PARSERS
 
@@ -51,7 +52,7 @@ async def chat_of(server: Server, body: ChatBody, id: str) -> Chat:
     markers = server.reasoning
     if markers is not None and body.continue_final_message:
         markers = markers.within(str(body.messages[-1].get("content")))
-    params = params_of(body, server.llm.sampling, use.form, markers, markers, **more)
+    params = params_of(body, server.llm.sampling, use.form, markers, markers, bool(use.tools), **more)
     prompt = conversation_of(server, body, use)
     (request,) = await server.read([prompt], params, id, adapter, body.priority, body.cache_salt)
     return Chat(server, body, request, reply_for(server, use, body, request, body.messages, markers))
@@ -161,6 +162,8 @@ def reply_for(
     """A reader of the replies to a request.  messages: of the conversation.  markers: of their reasoning."""
     parser = server.tool_parser if use.tools else None
     separate = body.separate_reasoning is not False
+    if markers is not None and not calls_may_come(use, request.params):
+        markers = markers._replace(calls=())
     markers = markers_of(parser, markers, request.prompt or "") if separate else None
     if not (use.tools or markers):
         return Reply(None)
@@ -170,6 +173,11 @@ def reply_for(
     given = [message.get("tool_calls") for message in messages]
     before = sum(len(calls) for calls in given if isinstance(calls, list))
     return Reply(parser, use, ending, markers, request.id, before)
+
+
+def calls_may_come(use: ToolUse, params: SamplingParams) -> bool:
+    """Whether a marker of a call ends the reasoning: not in front of a form, which has its own beginning."""
+    return bool(use.tools) and params.structured_outputs is None
 
 
 def markers_of(
@@ -191,6 +199,7 @@ class Sent:
     reasoning: int = 0
     tokens: int = 0
     calls: list[int] = field(default_factory=list)
+    schedule: ParseSchedule = field(default_factory=ParseSchedule)
 
     def new_calls(self, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
         """The new parts of calls: of a new one its name, then of each what was added to its arguments."""
@@ -239,7 +248,10 @@ class Chat:
 
     def delta(self, i: int, sample: CompletionOutput) -> list[dict[str, Any]]:
         sent = self.sent.setdefault(sample.index, Sent())
+        if not sent.schedule.due(sample.text, sample.finish_reason is not None):
+            return []
         parsed = self.reply.read(sample.text, sample.finish_reason)
+        sent.schedule.parsed(sample.text, parsed.calls)
         content = parsed.content[sent.characters :]
         made = self._reasoning(parsed.reasoning[sent.reasoning :])
         if content:

@@ -21,7 +21,7 @@ def described(engine: Engine) -> str:
     chosen = ", as far as they pay" if isinstance(engine.controller, AutoController) else ""
     return (
         f"drafters: {', '.join(engine.drafter.sources) or 'none'}{chosen}; context {engine.max_len} tokens, "
-        f"KV cache {engine.cache.pages * PAGE} tokens, {engine.options.max_num_seqs} samples at once"
+        f"KV cache {engine.cache.pages * PAGE} tokens, {engine.max_num_seqs} samples at once"
     )
 
 

@@ -21,6 +21,7 @@ from outrider.serve.output_items import OutputItems
 from outrider.serve.protocol import JsonSchema, ResponseFormat, ResponsesBody
 from outrider.serve.sampling import check_budget, check_logprobs, naming, of_format, params_of
 from outrider.serve.state import Server
+from outrider.serve.tool_calls import ParseSchedule
 from outrider.serve.tool_choice import ToolUse
 from outrider.serve.usage import speculation_of, usage_of
 from outrider.serve.wire import event
@@ -54,7 +55,7 @@ async def response_job(server: Server, body: ResponsesBody) -> Responses:
     if len(forms) > 1:
         raise ApiError(400, "text.format and a forced tool_choice exclude each other.", "tool_choice")
     form, markers = forms[0] if forms else None, server.reasoning
-    params = params_of(body, server.llm.sampling, form, markers, markers, **more)
+    params = params_of(body, server.llm.sampling, form, markers, markers, bool(use.tools), **more)
     messages = messages_of(body.input, body.instructions)
     prompt = server.conversation(
         messages,
@@ -108,6 +109,7 @@ class Responses:
     sequence: int = 0
     logprobs: MessageLogprobs | None = None  # if they are asked for
     items: OutputItems = field(init=False)
+    schedule: ParseSchedule = field(default_factory=ParseSchedule)
 
     def __post_init__(self) -> None:
         self.items = OutputItems(self.requests[0].id)
@@ -154,7 +156,10 @@ class Responses:
 
     def _grown(self, sample: CompletionOutput) -> Iterator[dict[str, Any]]:
         """Events for what is new in the text."""
+        if not self.schedule.due(sample.text, sample.finish_reason is not None):
+            return iter(())
         parsed = self.reply.read(sample.text, sample.finish_reason)
+        self.schedule.parsed(sample.text, parsed.calls)
         logprobs = self.logprobs.of(sample, parsed) if self.logprobs is not None else ()
         return self.items.grow(parsed, status_of(sample), logprobs)
 

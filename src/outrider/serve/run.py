@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from socket import socket
 from types import FrameType
 from typing import Any, Protocol
@@ -27,7 +26,7 @@ from outrider.errors import ConfigError, EngineError
 from outrider.serve.app import make_app
 from outrider.serve.connection import connection_within
 from outrider.serve.guard import Gate
-from outrider.serve.listening import tcp_sockets, unix_socket
+from outrider.serve.listening import mark_of, tcp_sockets, unix_socket, unlink_marked
 from outrider.serve.log import described, log_throughput
 from outrider.serve.options import ServerOptions
 from outrider.serve.state import Server, cancelled
@@ -185,11 +184,13 @@ class Process(uvicorn.Server):
     def run(self, sockets: list[socket] | None = None) -> None:
         self._load_config()
         found = sockets or self._listening()
+        path = self.server.options.uds if self.config.uds is None else None
+        mark = mark_of(path) if path else ()
         try:
             super().run(found)
         finally:
-            if self.config.uds is None and self.server.options.uds:
-                Path(self.server.options.uds).unlink(missing_ok=True)
+            if path:  # a successor may listen there by now
+                unlink_marked(path, mark)
         if self.failure is not None:
             raise self.failure
 

@@ -40,6 +40,7 @@ def params_of(
     form: Mapping[str, Any] | None = None,
     markers: ReasoningMarkers | None = None,
     bounded: ReasoningMarkers | None = None,
+    calls: bool = False,
     **more: Any,
 ) -> SamplingParams:
     """SamplingParams of a body.
@@ -47,6 +48,7 @@ def params_of(
     defaults: of what the body does not give.
     form: structured_outputs of another field.  markers: of a reasoning that may come before any form.
     bounded: of one that thinking_token_budget bounds; None if the reply has none.
+    calls: whether the reply may have tool calls, whose markers end a reasoning.
     more: fields of other names; None is left out.
     Raises RequestError or ApiError naming the field.
     """
@@ -67,11 +69,13 @@ def params_of(
     field, form = next(iter(forms.items()), ("", None))
     if form and isinstance(markers, HarmonyMarkers) and "reasoning" not in form:
         raise ApiError(400, f"{field} is not supported for messages of gpt-oss: leave it out.", field)
-    given["structured_outputs"] = {"reasoning": markers, **form} if form and markers else form
+    if form and markers:
+        form = {"reasoning": (markers.begin, markers.end), **form}
+    given["structured_outputs"] = form
     if bounded is None:
         given["thinking_token_budget"] = None
     elif body.thinking_token_budget not in (None, -1):
-        given["reasoning_markers"] = tuple(bounded)
+        given["reasoning_markers"] = bounded.texts if calls and not form else (bounded.begin, bounded.end)
     if body.speculation is not None:
         given["speculate"] = body.speculation.enabled and body.speculation.max_tokens != 0
         given["max_draft_tokens"] = body.speculation.max_tokens or None

@@ -120,7 +120,7 @@ class Server:
         if (markers := self.reasoning) is None:
             return False
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values() if token.special}
-        return any(token in marker for token in filter(None, special) for marker in markers)
+        return any(token in marker for token in filter(None, special) for marker in markers.texts)
 
     def started(self, engine: AsyncLLM) -> None:
         """Accept requests from now on.  Raises RequestError for an adapter that cannot be used."""

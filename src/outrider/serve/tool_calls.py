@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from outrider.core.reasoning import without_beginning
+from outrider.core.reasoning import first_of, held_back
 
 
 def _refused(number: str) -> Any:
@@ -16,6 +16,7 @@ def _refused(number: str) -> Any:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refused)
+MOST_PARSES = 256  # of a call while its text doubles, about
 STRING = r'"(?:[^"\\]|\\.)*"'
 
 
@@ -53,6 +54,25 @@ class Parsed(NamedTuple):
         return self._replace(calls=calls, calls_before=before)
 
 
+@dataclass
+class ParseSchedule:
+    """When the growing text of a choice is parsed again: not at each token of a long call.
+
+    A parse begins at the beginning of the text, so that one for each token would take quadratic time.
+    length: that the text has at the next time.
+    """
+
+    length: int = 0
+
+    def due(self, text: str, finished: bool) -> bool:
+        return finished or len(text) >= self.length
+
+    def parsed(self, text: str, calls: Sequence[ToolCall]) -> None:
+        """Set the next time by the calls that the text has now."""
+        within_call = bool(calls) and not calls[-1].complete
+        self.length = len(text) + len(text) // MOST_PARSES if within_call else 0
+
+
 Pieces = list[ToolCall | str]  # calls and the texts behind them, in their order
 Tools = Mapping[str, Mapping[str, Any]]  # name of a function -> JSON schema of its parameters
 
@@ -88,18 +108,13 @@ class ToolParser:
                 pieces = [piece for piece in pieces if isinstance(piece, str) or piece.name in tools]
             if any(isinstance(piece, ToolCall) for piece in pieces):
                 return _joined("", pieces)
-        start = min((at for marker in self.markers if (at := text.find(marker)) >= 0), default=-1)
+        start = first_of(self.markers, text)
         if start >= 0:
             found = _joined(text[:start].rstrip(), self.read(text[start:], known))
             return found if found.calls or not finished else Parsed(text, [])
         if finished:
             return Parsed(text, [])
         return Parsed("" if is_bare else text.rstrip(), [])  # a marker may follow the space
-
-
-def held_back(text: str, markers: Iterable[str]) -> str:
-    """A text without an end that may become one of the markers."""
-    return min((without_beginning(text, marker) for marker in markers), key=len, default=text)
 
 
 def between(text: str, openings: Iterable[str], closings: Iterable[str]) -> str:

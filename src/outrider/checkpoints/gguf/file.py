@@ -12,6 +12,7 @@ import math
 import mmap
 import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,8 +90,12 @@ class GgufFile:
         if ARCHITECTURE in metadata:  # before its tensors, whose names may be unknown for that reason
             family_of(str(metadata[ARCHITECTURE]), path)
         data_start = reader.position + -reader.position % metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        architecture = str((self.metadata or metadata).get(ARCHITECTURE))
+        first = self.metadata or metadata
+        architecture, unread = str(first.get(ARCHITECTURE)), _prediction_layers(first)
         for header in headers:
+            block = re.match(r"blk\.(\d{1,9})\.", header.name)
+            if block and int(block[1]) in unread:
+                continue
             name = checkpoint_name(header.name, path, architecture)
             self.tensors[name] = _tensor_entry(path, reader.data, header, data_start)
         return metadata
@@ -172,6 +177,14 @@ class HeaderReader:
         if 0 in shape:
             raise ValueError(f"{name!r} has no elements")
         return TensorHeader(name, shape[::-1], *self.unpack("<IQ"))
+
+
+def _prediction_layers(metadata: Mapping[str, Any]) -> range:
+    """Numbers of the blocks that predict further tokens; they are the last ones, and are not read."""
+    architecture = metadata.get(ARCHITECTURE)
+    keys = ("block_count", "nextn_predict_layers")
+    blocks, last = (metadata.get(f"{architecture}.{key}", 0) for key in keys)
+    return range(blocks - last, blocks) if type(blocks) is int and type(last) is int else range(0)
 
 
 def _tensor_entry(path: Path, data: mmap.mmap, header: TensorHeader, data_start: int) -> TensorEntry:

@@ -15,6 +15,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # token types
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{OTHERS}"
+QWEN35 = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2 = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{OTHERS}"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
@@ -30,6 +34,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 MODELS = {  # patterns, applied one after the other -> the names that metadata have for them
     (LLAMA3,): "llama3 llama-v3 llama-bpe falcon3 dbrx smaug-bpe chatglm-bpe glm4",
     (QWEN2,): "qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan solar-open",
+    (QWEN35,): "qwen35",
     (TEKKEN,): "tekken",
     (GPT4O,): "gpt-4o llama4 kanana2 talkie",
     (GPT2,): "gpt-2 phi-2 mpt olmo jais trillion exaone4",
@@ -138,7 +143,8 @@ def _byte_level(fields: dict[str, Any]) -> Any:
     merges = [tuple(merge.split(" ", 1)) for merge in fields["merges"]]
     vocabulary = {token: i for i, token in enumerate(fields["tokens"])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE_WORDS))
-    if PATTERNS[name] == (QWEN2,):  # as in its published tokenizers; llama.cpp does not normalise
+    if PATTERNS[name] in ((QWEN2,), (QWEN35,)):
+        # as in their published tokenizers; llama.cpp does not normalise
         core.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[name]]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from outrider.checkpoints.gguf import blocks
+from outrider.checkpoints.gguf.delta_rule import GATED_NORM, in_order, outputs
 from outrider.checkpoints.gguf.file import GgufFile, TensorEntry
 from outrider.checkpoints.spec import Spec
 from outrider.core.quantized import QuantizedWeight
 from outrider.errors import ModelError
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+TILED = ("qwen35", "qwen35moe")  # with value heads in another order
 log = logging.getLogger("outrider")
 
 
@@ -37,8 +38,9 @@ class GgufWeights:
         """The dense tensor.  Raises ModelError if it is missing or has another shape."""
         weight = self._unpack(name, shape)
         dense = weight.dense() if isinstance(weight, QuantizedWeight) else weight
+        is_norm = name.endswith("norm.weight") and not name.endswith(GATED_NORM)
         # the files hold what is multiplied with, transformers adds 1
-        return dense - 1.0 if self.spec.variant.unit_norms and name.endswith("norm.weight") else dense
+        return dense - 1.0 if is_norm and self.spec.variant.unit_norms else dense
 
     def linear(self, name: str, outputs: int, inputs: int) -> Tensor | QuantizedWeight:
         return self._unpack(f"{name}.weight", (outputs, inputs))
@@ -46,15 +48,18 @@ class GgufWeights:
     def _unpack(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight:
         """The weight of this shape.  Raises ModelError if it is missing or has another shape."""
         entry = self._entry(name)
-        if entry.shape != shape:
+        if _without_ones(entry.shape) != _without_ones(shape):
             raise ModelError(f"{name} has shape {entry.shape}, the metadata asks for {shape}.")
-        rows = entry.rows
+        weight = blocks.unpack(entry.ggml_type, entry.rows, entry.block_bytes)
+        if isinstance(weight, QuantizedWeight) and weight.values.shape != shape:
+            weight = weight.dense()
+        if isinstance(weight, Tensor):
+            weight = weight.view(shape)
         if self.file.architecture == "llama" and re.search(r"\.[qk]_proj\.", name):
-            if len(shape) == 1:
-                rows = rows.reshape(shape[0], -1)  # a bias is stored as one row
-            rows = rows[self._half_split_order(shape[0])]
-        weight = blocks.unpack(entry.ggml_type, rows, entry.block_bytes)
-        return weight if isinstance(weight, QuantizedWeight) else weight.view(shape)
+            return outputs(weight, self._half_split_order(shape[0]))
+        if self.file.architecture in TILED and self.spec.recurrent is not None:
+            return in_order(name, weight, self.spec.recurrent)
+        return weight
 
     def _stored(self, name: str) -> tuple[str, int | None]:
         """The tensor that holds this one, and the number of an expert, whose layer has one tensor for all."""
@@ -77,10 +82,14 @@ class GgufWeights:
         own = entry.rows[number * rows : (number + 1) * rows]
         return entry._replace(shape=entry.shape[1:], rows=own)
 
-    def _half_split_order(self, outputs: int) -> np.ndarray[Any, Any]:
+    def _half_split_order(self, size: int) -> Tensor:
         """Row order of Q and K for RoPE on dimensions (i, i + head_dim / 2).
 
         Llama files are stored for llama.cpp's RoPE, which rotates dimensions (2 i, 2 i + 1).
         """
-        pairs = np.arange(outputs).reshape(-1, self.spec.head_dim // 2, 2)
-        return pairs.swapaxes(1, 2).reshape(-1)
+        return torch.arange(size).view(-1, self.spec.head_dim // 2, 2).transpose(1, 2).flatten()
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    """The dimensions that files name: those of size 1 are left out, of convolutions and of a gate."""
+    return [size for size in shape if size > 1]

@@ -28,7 +28,7 @@ from outrider.backends.select import backend_for
 from outrider.cache.pool import Pool
 from outrider.cache.states import StatePool
 from outrider.checkpoints.hub import Checkpoint
-from outrider.checkpoints.spec import FAMILIES
+from outrider.checkpoints.spec import ATTENTION_ONLY, listed
 from outrider.core.device import take
 from outrider.core.step_input import StepInput
 from outrider.core.stop_rule import Chained
@@ -145,8 +145,9 @@ class Fallback(Model):
         return Counter({self.device: sum(each.bytes(nodes) for each in shapes)} if shapes else {})
 
     def skip_sublayers(self, attention: Collection[int], mlp: Collection[int]) -> None:
+        name = self.spec.architecture
         raise ConfigError(
-            f"layers can be skipped in {', '.join(FAMILIES)} only: {self.spec.architecture} runs "
+            f"layers can be skipped in {listed(ATTENTION_ONLY, name)} only: {name} runs "
             "in transformers' own code, which computes all layers."
         )
 

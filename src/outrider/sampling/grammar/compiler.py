@@ -190,7 +190,7 @@ class GrammarCompiler:
         grammar = self._answer(form)
         if form.reasoning is None:
             return grammar
-        return thought_first(ReasoningMarkers(*form.reasoning), grammar, self.special)
+        return thought_first(ReasoningMarkers.of(form.reasoning), grammar, self.special)
 
     def _answer(self, form: StructuredOutputs) -> str:
         from llguidance import LLMatcher

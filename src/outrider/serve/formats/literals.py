@@ -12,6 +12,7 @@ from outrider.core.reasoning import without_beginning
 
 WORD = re.compile(r"[^\s,()\[\]{}:='\"<>]+")
 SPACE = re.compile(r"\s*")
+PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "'\""}  # text of a string without an escape
 # what may follow a quote that ends a string, and what does not tell yet whether it does
 ENDS_STRING, UNDECIDED = re.compile(r"\s*(?:[,\]}:]|\)+[ \t]*[,\]}<\n])"), re.compile(r"\s*\)*[ \t]*\Z")
 WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -107,11 +108,19 @@ class Literals:
 
         A quote that no end of a value follows is part of the text: models forget to escape it.
         """
+        letters = list[str]()
+        try:
+            self._letters(quote, letters)
+        finally:
+            # once for the whole text: it may have an escape in every line
+            self.made += ['"', json.dumps("".join(letters), ensure_ascii=False)[1:-1]]
         self.made.append('"')
-        plain_text = re.compile(rf"[^\\{quote[0]}]+")
+
+    def _letters(self, quote: str, letters: list[str]) -> None:
+        """Collect the text of a string up to its quote.  Raises Ended."""
         while True:
-            if (found := self.skip(plain_text)) is not None:
-                self.made.append(json.dumps(found[0], ensure_ascii=False)[1:-1])
+            if (found := self.skip(PLAIN[quote[0]])) is not None:
+                letters.append(found[0])
             rest = self.text[self.at : self.at + LONGEST]
             if quote.startswith(rest):
                 raise Ended  # also at a quote: what follows tells whether it is the end
@@ -119,9 +128,8 @@ class Literals:
                 raise Ended
             if rest.startswith(quote) and ENDS_STRING.match(self.text, self.at + len(quote)):
                 self.at += len(quote)
-                self.made.append('"')
                 return
-            self.made.append(json.dumps(self._letter(rest), ensure_ascii=False)[1:-1])
+            letters.append(self._letter(rest))
 
     def _letter(self, rest: str) -> str:
         """The letter of an escape, or a quote within the text."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from outrider.core.reasoning import held_back
 from outrider.serve.tool_calls import (
     NAMED,
     STRING,
@@ -20,7 +21,6 @@ from outrider.serve.tool_calls import (
     between,
     end_of,
     found_in,
-    held_back,
     text_of,
 )
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from outrider.serve.tool_calls import Pieces, ToolCall, Tools, between, end_of, held_back
+from outrider.core.reasoning import held_back
+from outrider.serve.tool_calls import Pieces, ToolCall, Tools, between, end_of
 
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # as models write them, too
 MOST_REFS = 16  # references of a schema in a row

@@ -18,7 +18,7 @@ from outrider.serve.messages.protocol import CountBody, MessagesBody
 from outrider.serve.messages.translation import budget_of, chat_body
 from outrider.serve.sampling import can_bound, naming, rename_fields
 from outrider.serve.state import Server
-from outrider.serve.tool_calls import Parsed
+from outrider.serve.tool_calls import Parsed, ParseSchedule
 from outrider.serve.tool_choice import ToolUse
 from outrider.serve.usage import speculation_of
 from outrider.serve.wire import event
@@ -55,6 +55,7 @@ class Messages:
     id: str
     chat: Chat
     blocks: ContentBlocks = field(init=False)
+    schedule: ParseSchedule = field(default_factory=ParseSchedule)
 
     def __post_init__(self) -> None:
         self.blocks = ContentBlocks(self.chat.request.id)
@@ -110,7 +111,12 @@ class Messages:
         yield {"type": "ping"}
 
     def _grown(self, sample: CompletionOutput) -> Iterator[dict[str, Any]]:
-        return self.blocks.grow(self._parsed(sample), sample.finish_reason is not None)
+        finished = sample.finish_reason is not None
+        if not self.schedule.due(sample.text, finished):
+            return iter(())
+        parsed = self._parsed(sample)
+        self.schedule.parsed(sample.text, parsed.calls)
+        return self.blocks.grow(parsed, finished)
 
     def _parsed(self, sample: CompletionOutput) -> Parsed:
         return self.chat.reply.read(sample.text, sample.finish_reason)
