@@ -118,6 +118,9 @@ class Network(nn.Module):
     Step 0 reads the target's states, step s the second output of step s - 1, as EAGLE-3's network does, and
     the text's tokens.  A path counts in step s while the tokens that it has read were among the `ALIGNED`
     likeliest ones of the step before: others would not be drafted.
+
+    Differences from the reference's training: there is no loss term over the 10 likeliest tokens, and the
+    mask of aligned paths is shifted by one place.
     """
 
     def __init__(self, sizes: Sizes, vocabulary: int, bias: bool = True, steps: int = 3) -> None:
