@@ -127,13 +127,12 @@ def test_recorded_chains_have_the_tokens_of_launched_ones(
 
     before: tokens of the second text; of many, the graph of the chains has room for the last five.
     """
-    from outrider.backends.triton import fused, graphs, jobs
+    from outrider.backends.triton import graphs, jobs
 
     monkeypatch.setattr("outrider.backends.triton.attention.BLOCK", 16)
     monkeypatch.setattr("outrider.backends.triton.attention.SPLIT", 16)
     monkeypatch.setattr(jobs, "LEAST_KEYS", 32)
-    for module in jobs, fused:
-        monkeypatch.setattr(module, "ROWS", (16,))
+    monkeypatch.setattr(jobs, "ROWS", (16,))
     monkeypatch.setattr(graphs, "WORTH", 0.0)
     decoder = made("triton", tmp_path)
     own, pools = graphs.graphs_for(DEVICE) or graphs.Graphs(Rerun()), [decoder.pool(80) for _ in range(2)]
