@@ -22,7 +22,7 @@ from outrider.testing import EngineDriver, random_prompts, run_staggered, use_ex
 # anything.
 OTHERS = {
     *("auto", "datastore", "first", "grammar", "layerskip", "lookahead", "ngram", "off", "prediction"),
-    *("recycle", "scripted", "suffix", "union"),
+    *("recycle", "scripted", "stand", "suffix", "union"),
 }
 METHODS = [name for name in draft.names() if name not in OTHERS]
 HALF, START = random_prompts(2, seed=3, longest=90)

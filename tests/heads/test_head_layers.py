@@ -84,6 +84,9 @@ def test_block_attends_over_its_given_input(kind: str, dtype: torch.dtype, reads
         return backend.pack(torch.randn(outputs, inputs) * inputs**-0.5)
 
     layer = SimpleNamespace(
+        delta=None,
+        query_gate=None,
+        shared_gate=None,
         qkv=weight((HEADS + 2 * KV) * D, wide),
         o=weight(H, HEADS * D),
         gate_up=weight(2 * INNER, H),

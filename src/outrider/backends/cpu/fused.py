@@ -99,7 +99,10 @@ class CpuFusedModel:
 
     def extends(self, chains: Chains) -> bool:
         """Not chains whose distributions are for a device: C writes to their addresses."""
-        return all(chain.probs is None or chain.probs.device.type == "cpu" for chain in chains.chains)
+        for chain in chains.chains:  # no generator: each item would be a call
+            if chain.probs is not None and chain.probs.device.type != "cpu":
+                return False
+        return True
 
     def draft_chain(self, stack: Stack, ends: Ends, kv: LayerKV, chains: Chains) -> Chained:
         several, vocabulary, stop_rule, states, _ = chains
