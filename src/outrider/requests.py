@@ -234,8 +234,9 @@ class Reader:
         rows: list[Row] = []
         for index in range(params.n):
             processors = processors_of(params, len(ids), limit, ending, bad_words)
-            with self.lock:
-                processors += thinking_budget(params, ids, self)
+            if params.thinking_token_budget is not None:
+                with self.lock:
+                    processors += thinking_budget(params, ids, self)
             grammar = self._grammar(params, ids)
             if grammar is not None:
                 processors.append(GrammarMask(grammar))  # the last: no other one can allow what it forbids

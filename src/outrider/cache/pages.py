@@ -138,9 +138,8 @@ class Cache:
         """Index the full pages among the first `filled` positions, which every pool has written."""
         while self.prefix_caching and (len(table.nodes) + 1) * PAGE <= filled:
             page = table.pages[len(table.nodes)]
-            key = self.entry.get(page) or table.key_after(
-                table.nodes, tokens
-            )  # another table that holds the page may be first
+            # another table that holds the page may be first
+            key = self.entry.get(page) or table.key_after(table.nodes, tokens)
             if key not in self.index:
                 self.last_node += 1
                 self.index[key] = (self.last_node, page)

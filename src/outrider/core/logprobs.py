@@ -50,9 +50,8 @@ def _best(values: Tensor, count: int) -> Tensor:
     if not count:
         return values.new_empty(0, dtype=torch.int64)
     if count < values.numel():
-        ids = (values >= values.topk(count).values[-1]).nonzero()[
-            :, 0
-        ]  # ascending, with all of the last value
+        least = values.topk(count).values[-1]
+        ids = (values >= least).nonzero()[:, 0]  # ascending, with all that equal the least
     else:
         ids = torch.arange(count, device=values.device)
     return ids[values[ids].sort(descending=True, stable=True).indices[:count]]
