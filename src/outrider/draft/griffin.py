@@ -34,7 +34,7 @@ from outrider.drafting.base import Drafter, Target
 from outrider.heads.base import ONE, random_head
 from outrider.heads.layer import Pairs, Sizes, Stack
 from outrider.heads.layouts import BLOCK_NAMES, UNCHANGED, HeadFormat, Layout
-from outrider.heads.parts import Layer, sizes_config, small_sizes, soft_cross_entropy
+from outrider.heads.parts import Layer, eagle_config, small_sizes, soft_cross_entropy
 from outrider.heads.reader import Reader
 from outrider.heads.recurrent import Recurrent, RecurrentOptions
 from outrider.heads.recurrent_net import Net
@@ -136,14 +136,7 @@ class Network(nn.Module):
         return cls(small_sizes(spec), spec.vocabulary, **options)
 
     def config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **sizes_config(self.sizes),
-            "num_hidden_layers": 1,
-            "vocab_size": self.vocabulary,
-            "bias": self.fc.fc.bias is not None,
-        }
+        return eagle_config(self.sizes, self.vocabulary, self.fc.fc.bias is not None)
 
     def outputs(
         self, states: Tensor, tokens: Tensor, embedding: Tensor, steps: int, rows: Rows

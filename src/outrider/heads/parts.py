@@ -158,6 +158,18 @@ def sizes_config(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def eagle_config(sizes: Sizes, vocabulary: int, bias: bool) -> dict[str, Any]:
+    """The config of a head of one layer behind a `fc`, in the reference's form.  bias: of `fc`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **sizes_config(sizes),
+        "num_hidden_layers": 1,
+        "vocab_size": vocabulary,
+        "bias": bias,
+    }
+
+
 def register_vocabulary(module: nn.Module, ids: Tensor, vocabulary: int) -> None:
     """Buffers of a head with the target's tokens `ids` [Vd], ascending: d2t [Vd], offsets, and t2d
     [vocabulary], flags."""
